@@ -1,0 +1,201 @@
+"""A small byte-level language model with Kimi Delta Attention as its only token mixer (torch only).
+
+The dense parts are methods over rows (``[rows, width]``), apart from the recurrence: training feeds them all tokens
+at once, decoding feeds them a fixed number of rows, and between them stands either the differentiable chunked form
+(:mod:`kda_tooling.chunked`) or the verify kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kda_tooling.chunked import chunked_kda
+
+CONV_WIDTH = 4
+MAX_ASSET_BYTES = 2 * 1024 * 1024
+FP32_PARAMETERS = ("A_log", "dt_bias")
+"""Parameters that the kernels read in fp32; everything else is shipped as bf16."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model. ``num_heads`` counts q, k and v heads alike; K = V = ``head_dim``.
+
+    The defaults fit 2 MiB. ``num_layers * num_heads`` is kept small because Triton's interpreter, in which the demo
+    runs without a GPU, pays several milliseconds per (request, head, token) whatever the head dim.
+    """
+
+    num_layers: int = 3
+    width: int = 160
+    num_heads: int = 2
+    head_dim: int = 64
+    mlp_width: int = 416
+    lower_bound: float = -5.0
+    vocab: int = 256
+
+    @property
+    def conv_dim(self) -> int:
+        """Packed q | k | v channels."""
+        return 3 * self.num_heads * self.head_dim
+
+
+class KdaMixer(nn.Module):
+    """One KDA layer: merged projection, causal conv + SiLU, gated delta rule, gated RMSNorm, output projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.num_heads * config.head_dim
+        # Rows of the merged projection: q | k | v | a (gate input) | z (output gate) | b.
+        self.split = (config.conv_dim, inner, inner, config.num_heads)
+        self.norm = nn.Parameter(torch.ones(config.width))
+        self.in_proj = nn.Linear(config.width, sum(self.split), bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(config.conv_dim, CONV_WIDTH))
+        self.conv_bias = nn.Parameter(torch.zeros(config.conv_dim))
+        self.A_log = nn.Parameter(torch.zeros(config.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(inner))
+        self.out_norm = nn.Parameter(torch.ones(config.head_dim))
+        self.out_proj = nn.Linear(inner, config.width, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            nn.init.normal_(self.in_proj.weight, std=self.config.width**-0.5)
+            nn.init.normal_(self.out_proj.weight, std=(2 * self.config.num_layers * self.out_proj.in_features) ** -0.5)
+            nn.init.uniform_(self.conv_weight, -(CONV_WIDTH**-0.5), CONV_WIDTH**-0.5)
+            # Per-step log decay lower_bound * sigmoid(dt_bias) spread log-uniformly from 1/1000 to 1: memories
+            # between one and a thousand bytes long.
+            decay = torch.exp(torch.empty(self.dt_bias.shape).uniform_(math.log(1e-3), math.log(1.0)))
+            self.dt_bias.copy_(torch.logit(decay / -self.config.lower_bound))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``x [..., width]`` -> mixed_qkv ``[..., D]``, a ``[..., H*K]``, b ``[..., H]``, z ``[..., H*V]``."""
+        hidden = F.rms_norm(x, (self.config.width,), self.norm, 1e-6)
+        mixed_qkv, a, z, b = self.in_proj(hidden).split(self.split, dim=-1)
+        return mixed_qkv, a, b, z
+
+    def finish(self, o: Tensor, z: Tensor) -> Tensor:
+        """Heads' output ``o [..., H, V]`` and gate ``z [..., H*V]`` -> the layer's residual update ``[..., width]``."""
+        normed = F.rms_norm(o, (self.config.head_dim,), self.out_norm, 1e-6)
+        return self.out_proj((normed.flatten(-2) * torch.sigmoid(z)))
+
+    def recurrence_inputs(self, mixed_qkv: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Conv, SiLU, gates and l2-norms over whole sequences ``[batch, tokens, ...]`` from an empty conv state.
+
+        Returns q, k, v, g ``[batch, tokens, H, K]`` and beta ``[batch, tokens, H]`` in fp32, q scaled by K**-0.5.
+        """
+        tokens = mixed_qkv.shape[1]
+        padded = F.pad(mixed_qkv, (0, 0, CONV_WIDTH - 1, 0)).float()
+        acc = self.conv_bias
+        for tap in range(CONV_WIDTH):
+            acc = torch.addcmul(acc, padded[:, tap : tap + tokens], self.conv_weight[:, tap])
+        q, k, v = (part.unflatten(-1, (self.config.num_heads, -1)) for part in F.silu(acc).chunk(3, dim=-1))
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+        q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * self.config.head_dim**-0.5)
+        x = (a.float() + self.dt_bias).unflatten(-1, (self.config.num_heads, -1))
+        g = self.config.lower_bound * torch.sigmoid(torch.exp(self.A_log)[:, None] * x)
+        return q, k, v, g, torch.sigmoid(b.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residual update for whole sequences ``x [batch, tokens, width]`` from an empty state (training form)."""
+        mixed_qkv, a, b, z = self.project(x)
+        with torch.autocast(x.device.type, enabled=False):
+            o, _ = chunked_kda(*self.recurrence_inputs(mixed_qkv, a, b))
+        return self.finish(o, z)
+
+
+class Mlp(nn.Module):
+    """SwiGLU with its RMSNorm in front."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(config.width))
+        self.up = nn.Linear(config.width, 2 * config.mlp_width, bias=False)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+        nn.init.normal_(self.up.weight, std=config.width**-0.5)
+        nn.init.normal_(self.down.weight, std=(2 * config.num_layers * config.mlp_width) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(F.rms_norm(x, x.shape[-1:], self.norm, 1e-6)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+class KdaLanguageModel(nn.Module):
+    """Bytes in, next-byte logits out; the embedding is tied with the head."""
+
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or ModelConfig()
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        # Small, because the tied head makes a byte's own logit about width**0.5 * |embedding| before training.
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.mixers = nn.ModuleList(KdaMixer(config) for _ in range(config.num_layers))
+        self.mlps = nn.ModuleList(Mlp(config) for _ in range(config.num_layers))
+        self.out_norm = nn.Parameter(torch.ones(config.width))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``tokens [...]`` integer -> fp32 residual stream ``[..., width]``."""
+        return self.embedding(tokens).float() * self.config.width**0.5
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Residual stream ``[..., width]`` -> logits ``[..., vocab]``."""
+        return F.linear(F.rms_norm(x, x.shape[-1:], self.out_norm, 1e-6), self.embedding.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``tokens [batch, tokens]`` -> logits ``[batch, tokens, vocab]``, every sequence from an empty state."""
+        x = self.embed(tokens)
+        for mixer, mlp in zip(self.mixers, self.mlps, strict=True):
+            x = x + mixer(x)
+            x = x + mlp(x)
+        return self.logits(x)
+
+
+def shipped_tensors(model: KdaLanguageModel) -> dict[str, Tensor]:
+    """The tensors as they are stored: bf16 on the CPU, except A_log and dt_bias in fp32."""
+    return {
+        name: tensor.detach().to("cpu", torch.float32 if name.endswith(FP32_PARAMETERS) else torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def save_model(model: KdaLanguageModel, weights: Path, metadata: dict[str, Any]) -> None:
+    """Write ``weights`` (safetensors) and the JSON beside it, whose ``config`` key :func:`load_model` needs.
+
+    Raises ``ValueError`` when the file would pass :data:`MAX_ASSET_BYTES`.
+    """
+    from safetensors.torch import save
+
+    data = save(shipped_tensors(model))
+    if len(data) > MAX_ASSET_BYTES:
+        raise ValueError(
+            f"config={model.config} gives {len(data)} bytes of safetensors, allowed are {MAX_ASSET_BYTES}. "
+            "Lower width, mlp_width or num_layers."
+        )
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    weights.write_bytes(data)
+    document = {"config": asdict(model.config), "safetensors_bytes": len(data), **metadata}
+    weights.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def load_model(weights: Path, device: str | torch.device = "cpu") -> tuple[KdaLanguageModel, dict[str, Any]]:
+    """Read a saved model and its metadata. Parameters come back in fp32 holding exactly the stored values.
+
+    Raises ``FileNotFoundError`` when the safetensors or the JSON beside it is missing.
+    """
+    from safetensors.torch import load_file
+
+    for path in (weights, weights.with_suffix(".json")):
+        if not path.is_file():
+            raise FileNotFoundError(f"no model file {path}; train one with `kda train-demo --out {weights.parent}`.")
+    metadata = json.loads(weights.with_suffix(".json").read_text())
+    model = KdaLanguageModel(ModelConfig(**metadata["config"]))
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(weights).items()})
+    return model.to(device).eval().requires_grad_(False), metadata
