@@ -1,0 +1,172 @@
+"""Every task of this repository, one session each: `python3 -m nox --list` shows them.
+
+One real environment, `.nox/dev`, is shared by all sessions that work on the source tree. The sessions that prove what
+a user installs (`test_kernels`, `test_backend`, `test_tooling`, `lowest`) get a fresh one with built wheels instead.
+Whatever follows `--` reaches the session's main command. `nox -R -s tests` skips the installation step.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.10"
+# virtualenv with pip, never uv: uv would take the CUDA build of torch on a machine without a GPU.
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "typecheck", "tests"]
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+KERNELS, BACKEND, TOOLING = (ROOT / "packages" / name for name in ("kda-kernels", "kda-backend", "kda-tooling"))
+
+# The oldest versions that kda-kernels declares, beside the pinned torch (torch 2.11 is covered by the gpu suite).
+LOWEST = {"triton": "3.6.0", "numpy": "2.3.0"}
+
+# One thread per process: the test workers share two cores, and Triton's interpreter is single-threaded anyway.
+Env = dict[str, str | None]
+INTERPRETED: Env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+COMPILED: Env = {"TRITON_INTERPRET": None}
+
+
+def group(*names: str) -> list[str]:
+    """The requirements of these dependency groups of the root pyproject.toml."""
+    return list(nox.project.dependency_groups(PROJECT, *names))
+
+
+class DevEnvironment:
+    """Where the `dev` session put its programs; with `nox --no-venv`, the environment nox itself runs in."""
+
+    bin = Path(sys.executable).parent
+
+    @classmethod
+    def run(
+        cls, session: nox.Session, program: str, *args: str, env: Env | None = None, silent: bool = False
+    ) -> object:
+        """Run a program of the shared environment; with `silent`, return what it printed."""
+        return session.run(str(cls.bin / program), *args, env=env, silent=silent, external=True)
+
+    @classmethod
+    def python(cls, session: nox.Session, *args: str, env: Env | None = None, silent: bool = False) -> object:
+        """Run the shared environment's Python."""
+        return cls.run(session, "python", *args, env=env, silent=silent)
+
+
+@nox.session(reuse_venv=True)
+def dev(session: nox.Session) -> None:
+    """Make .nox/dev: the three packages, editable, with `kda` and every tool. Other sessions use it."""
+    if session.virtualenv.bin_paths:
+        DevEnvironment.bin = Path(session.virtualenv.bin_paths[0])
+    session.install(
+        *("-c", str(CONSTRAINTS)),
+        *("-e", str(KERNELS), "-e", str(BACKEND), "-e", str(TOOLING)),
+        *group("test", "oracle", "lint", "types"),
+    )
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def lint(session: nox.Session) -> None:
+    """Ruff (rules and format) and the workflow checks. `-- --fix` mends what ruff can, in place."""
+    fix = "--fix" in session.posargs
+    paths = [arg for arg in session.posargs if arg != "--fix"] or ["."]
+    DevEnvironment.python(session, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
+    DevEnvironment.python(session, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
+    workflows = sorted(map(str, (ROOT / ".github" / "workflows").glob("*.yml")))
+    schema = ("--builtin-schema", "vendor.github-workflows")
+    DevEnvironment.run(session, "check-jsonschema", *schema, *workflows)
+    DevEnvironment.run(session, "zizmor", "--offline", "--no-progress", *workflows)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def typecheck(session: nox.Session) -> None:
+    """Mypy over the three packages."""
+    DevEnvironment.python(session, "-m", "mypy", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def tests(session: nox.Session) -> None:
+    """The whole suite on the CPU, kernels in Triton's interpreter; says how many gpu tests it could not run."""
+    DevEnvironment.python(session, "-m", "pytest", "-n", "2", *session.posargs, env=INTERPRETED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def gpu(session: nox.Session) -> None:
+    """The gpu-marked tests, kernels compiled. Fails without a GPU.
+
+    Writes docs/gpu-suite.json, or what `-- --summary-json PATH` names. On an image that has its own CUDA torch:
+    `nox --no-venv --no-install -s gpu`.
+    """
+    probe = "import torch; print(torch.cuda.is_available())"
+    if "True" not in str(DevEnvironment.python(session, "-c", probe, env=COMPILED, silent=True)):
+        session.error("torch sees no CUDA device. Run this on a GPU machine; `nox -s tests` runs what needs none.")
+    posargs = list(session.posargs)
+    if not any(arg.startswith("--summary-json") for arg in posargs):
+        posargs += ["--summary-json", str(ROOT / "docs" / "gpu-suite.json")]
+    DevEnvironment.python(session, "-m", "pytest", "-m", "gpu", *posargs, env=COMPILED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def compile(session: nox.Session) -> None:
+    """Compile every kernel ahead of time for seven GPU targets, no GPU needed, and check the resource budget."""
+    DevEnvironment.python(session, "-m", "kda_tooling", "compile-report", "--check", *session.posargs, env=COMPILED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def mutants(session: nox.Session) -> None:
+    """Break the kernels on purpose, one fault at a time, and require the named test to go red."""
+    DevEnvironment.python(session, str(ROOT / "tests" / "mutants" / "run.py"), *session.posargs, env=INTERPRETED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def demo(session: nox.Session) -> None:
+    """`kda demo`: speculate with a small real model in all four lanes, token for token equal to plain decoding."""
+    DevEnvironment.python(session, "-m", "kda_tooling", "demo", *session.posargs)
+
+
+def install_wheels(session: nox.Session, *packages: Path, constraints: Path = CONSTRAINTS) -> None:
+    """Build these packages' wheels; install them, what they declare and the test runner, and nothing else."""
+    wheels = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "-w", str(wheels), *map(str, packages), silent=True)
+    session.install("-c", str(constraints), *sorted(map(str, wheels.glob("*.whl"))), *group("test-wheel"))
+    session.run("python", "-m", "pip", "check")
+
+
+def test_wheel(session: nox.Session, package: Path) -> None:
+    """Run one package's own tests in the session's environment, kernels in Triton's interpreter."""
+    session.run("python", "-m", "pytest", str(package / "tests"), *session.posargs, env=INTERPRETED)
+
+
+@nox.session
+def test_kernels(session: nox.Session) -> None:
+    """kda-kernels' tests against its built wheel, in a fresh environment with only what it declares."""
+    install_wheels(session, KERNELS)
+    test_wheel(session, KERNELS)
+
+
+@nox.session
+def test_backend(session: nox.Session) -> None:
+    """kda-backend's tests against the built wheels, in a fresh environment with only what they declare."""
+    install_wheels(session, KERNELS, BACKEND)
+    test_wheel(session, BACKEND)
+
+
+@nox.session
+def test_tooling(session: nox.Session) -> None:
+    """kda-tooling's tests against the built wheels, in a fresh environment with only what they declare."""
+    install_wheels(session, KERNELS, BACKEND, TOOLING)
+    test_wheel(session, TOOLING)
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """kda-kernels' tests with the oldest triton and numpy it declares, beside the pinned torch (its CPU build)."""
+    pins = [line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in LOWEST]
+    pins += [f"{name}=={version}" for name, version in LOWEST.items()]
+    constraints = Path(session.create_tmp()) / "constraints-lowest.txt"
+    constraints.write_text("\n".join(pins) + "\n")
+    install_wheels(session, KERNELS, constraints=constraints)
+    test_wheel(session, KERNELS)
