@@ -1,0 +1,66 @@
+"""Without a GPU the gpu-marked tests are left out, and the run says so: on the terminal and in the summary file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+SUITE = """
+import os
+
+import pytest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(3))
+def test_needs_a_gpu(case):
+    raise RuntimeError("must not run here")
+
+
+def test_runs_anywhere(device):
+    assert device == "cpu"
+    assert os.environ["TRITON_INTERPRET"] == "1"
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A small repository with our conftest.py and pytest settings."""
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_suite.py").write_text(SUITE)
+    return tmp_path
+
+
+def run(suite: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Plain `pytest` as on a machine without a GPU: nothing set for Triton, no CUDA device visible."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_", "KDA_"))}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "KDA_GIT_SHA": "0123abc"}
+    command = [sys.executable, "-m", "pytest", *args]
+    return subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+def test_left_out_loudly(suite: Path, workers: list[str]) -> None:
+    result = run(suite, *workers, "--summary-json", "out/summary.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "3 gpu tests not run here: no CUDA device" in result.stdout
+    summary = json.loads((suite / "out" / "summary.json").read_text())
+    assert (summary["passed"], summary["failed"], summary["skipped"], summary["gpu_tests_not_run"]) == (1, 0, 0, 3)
+    assert (summary["git_sha"], summary["kernels"], summary["gpu"]) == ("0123abc", "interpreter", None)
+    assert {"torch", "triton", "numpy", "python", "date", "driver", "cuda"} <= set(summary)
+
+
+def test_asking_for_gpu_tests_alone_is_not_a_success(suite: Path) -> None:
+    result = run(suite, "-m", "gpu")
+    assert result.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "3 gpu tests not run here: no CUDA device" in result.stdout
