@@ -108,7 +108,7 @@ def chunked_kda(
 def sequential_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same, token by token: ``S *= exp(g); u = beta (v - S k); S += u k^T; o = S q``. Same arguments, same results."""
+    """The same arguments and results, token by token: ``S *= exp(g); u = beta (v - S k); S += u k^T; o = S q``."""
     batch, tokens, heads, key_dim = k.shape
     state = v.new_zeros(batch, heads, v.shape[-1], key_dim) if initial_state is None else initial_state
     outputs = []

@@ -32,7 +32,7 @@ HELD_OUT = (
     "pprint",
 )
 """Modules left out of training, in the order in which the demo looks for prompts. Long-lived modules of
-different kinds (algorithms, parsers, arithmetic, formatting), none of which has a near copy elsewhere in the library."""
+different kinds (algorithms, parsers, arithmetic, formatting), none with a near copy elsewhere in the library."""
 
 SKIPPED_FOLDERS = frozenset(
     {
@@ -56,6 +56,7 @@ class Corpus:
 
     @property
     def held_out_bytes(self) -> int:
+        """Bytes of all held-out documents together."""
         return sum(len(text) for text in self.held_out.values())
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,7 @@ class KdaMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw new weights from torch's global generator."""
         with torch.no_grad():
             nn.init.normal_(self.in_proj.weight, std=self.config.width**-0.5)
             nn.init.normal_(self.out_proj.weight, std=(2 * self.config.num_layers * self.out_proj.in_features) ** -0.5)
@@ -85,16 +87,18 @@ class KdaMixer(nn.Module):
     def finish(self, o: Tensor, z: Tensor) -> Tensor:
         """Heads' output ``o [..., H, V]`` and gate ``z [..., H*V]`` -> the layer's residual update ``[..., width]``."""
         normed = F.rms_norm(o, (self.config.head_dim,), self.out_norm, 1e-6)
-        return self.out_proj((normed.flatten(-2) * torch.sigmoid(z)))
+        return self.out_proj(normed.flatten(-2) * torch.sigmoid(z))
 
-    def recurrence_inputs(self, mixed_qkv: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def recurrence_inputs(
+        self, mixed_qkv: Tensor, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Conv, SiLU, gates and l2-norms over whole sequences ``[batch, tokens, ...]`` from an empty conv state.
 
         Returns q, k, v, g ``[batch, tokens, H, K]`` and beta ``[batch, tokens, H]`` in fp32, q scaled by K**-0.5.
         """
         tokens = mixed_qkv.shape[1]
         padded = F.pad(mixed_qkv, (0, 0, CONV_WIDTH - 1, 0)).float()
-        acc = self.conv_bias
+        acc: Tensor = self.conv_bias
         for tap in range(CONV_WIDTH):
             acc = torch.addcmul(acc, padded[:, tap : tap + tokens], self.conv_weight[:, tap])
         q, k, v = (part.unflatten(-1, (self.config.num_heads, -1)) for part in F.silu(acc).chunk(3, dim=-1))
@@ -124,6 +128,7 @@ class Mlp(nn.Module):
         nn.init.normal_(self.down.weight, std=(2 * config.num_layers * config.mlp_width) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Residual update of ``x [..., width]``, row by row."""
         gate, value = self.up(F.rms_norm(x, x.shape[-1:], self.norm, 1e-6)).chunk(2, dim=-1)
         return self.down(F.silu(gate) * value)
 
@@ -141,6 +146,10 @@ class KdaLanguageModel(nn.Module):
         self.mlps = nn.ModuleList(Mlp(config) for _ in range(config.num_layers))
         self.out_norm = nn.Parameter(torch.ones(config.width))
 
+    def layers(self) -> Iterator[tuple[KdaMixer, Mlp]]:
+        """The layers in order, each its mixer and its MLP."""
+        return zip(cast("Iterable[KdaMixer]", self.mixers), cast("Iterable[Mlp]", self.mlps), strict=True)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """``tokens [...]`` integer -> fp32 residual stream ``[..., width]``."""
         return self.embedding(tokens).float() * self.config.width**0.5
@@ -152,7 +161,7 @@ class KdaLanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``tokens [batch, tokens]`` -> logits ``[batch, tokens, vocab]``, every sequence from an empty state."""
         x = self.embed(tokens)
-        for mixer, mlp in zip(self.mixers, self.mlps, strict=True):
+        for mixer, mlp in self.layers():
             x = x + mixer(x)
             x = x + mlp(x)
         return self.logits(x)
@@ -160,10 +169,11 @@ class KdaLanguageModel(nn.Module):
 
 def shipped_tensors(model: KdaLanguageModel) -> dict[str, Tensor]:
     """The tensors as they are stored: bf16 on the CPU, except A_log and dt_bias in fp32."""
-    return {
-        name: tensor.detach().to("cpu", torch.float32 if name.endswith(FP32_PARAMETERS) else torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-    }
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        dtype = torch.float32 if name.endswith(FP32_PARAMETERS) else torch.bfloat16
+        tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
+    return tensors
 
 
 def save_model(model: KdaLanguageModel, weights: Path, metadata: dict[str, Any]) -> None:

@@ -26,7 +26,9 @@ class ByteTrigram:
         codes = (data[:-2] * VOCAB + data[1:-1]) * VOCAB + data[2:]
         self._trigram = np.bincount(codes, minlength=VOCAB**3).astype(np.uint32).reshape(VOCAB**2, VOCAB)
 
-    def probabilities(self, before: NDArray[np.int64], last: NDArray[np.int64], byte: NDArray[np.int64]) -> NDArray[np.float64]:
+    def probabilities(
+        self, before: NDArray[np.int64], last: NDArray[np.int64], byte: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """P(byte | before, last), elementwise over three equally long arrays of byte values; float64."""
         p = self._interpolate(self._unigram[None], np.zeros_like(byte), byte, np.full(byte.shape, 1.0 / VOCAB))
         p = self._interpolate(self._bigram, last, byte, p)

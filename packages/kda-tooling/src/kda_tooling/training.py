@@ -28,7 +28,7 @@ REPORTS = 20
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What a training run is made of. ``batch`` sequences of ``sequence`` bytes a step, for ``minutes`` of wall clock."""
+    """A training run: ``batch`` sequences of ``sequence`` bytes a step, for ``minutes`` of wall clock."""
 
     minutes: float = 4.5
     batch: int = 64

@@ -1,0 +1,86 @@
+"""`kda demo`: speculate with a small real model in every lane and compare with plain decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kda_tooling.commands.options import choose_kernels, refuse, resolve_device
+
+ALL_LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(
+        epilog="Examples: [bold]kda demo[/bold], [bold]kda demo --lanes fused+ring --bytes 24 --json[/bold], "
+        "[bold]kda demo --prompt-file my_module.py --draft-tokens 6[/bold]",
+    )(demo)
+
+
+def _lanes(value: str) -> tuple[str, ...]:
+    lanes = tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+    unknown = [lane for lane in lanes if lane not in ALL_LANES]
+    if unknown or not lanes:
+        raise refuse("--lanes", f"{value!r} names {unknown or 'no lane'}; allowed are {', '.join(ALL_LANES)}.")
+    return lanes
+
+
+def demo(
+    draft_tokens: Annotated[int, typer.Option(help="Tokens verified per round, the root included.", min=1)] = 4,
+    num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to decode per prompt.", min=1)] = 48,
+    lanes: Annotated[str, typer.Option(help="Comma-separated lanes to compare.")] = ",".join(ALL_LANES),
+    prompts: Annotated[int, typer.Option(help="Prompts from held-out modules.", min=1)] = 3,
+    prompt_bytes: Annotated[int, typer.Option(help="Bytes of each of these prompts.", min=1)] = 384,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(help="Continue this file's text instead (its last 4096 bytes); repeatable.")
+    ] = None,
+    ring_length: Annotated[
+        int | None, typer.Option(help="Records per slot of the ring; default: the draft tokens.", min=1)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu (Triton's interpreter), cuda or cuda:N.")] = "auto",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder with another demo_model.safetensors and .json (kda train-demo).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+) -> None:
+    """Decode real text with a small KDA model, plainly and with speculation in every lane, and compare them.
+
+    Exit code 1 when a lane's text or state differs from plain decoding, 2 for wrong arguments.
+    """
+    chosen = _lanes(lanes)
+    if ring_length is not None and draft_tokens > ring_length:
+        raise refuse(
+            "--draft-tokens",
+            f"{draft_tokens} draft tokens do not fit a ring of {ring_length} records; "
+            f"allowed are 1..{ring_length}. Give fewer draft tokens or a longer --ring-length.",
+        )
+    weights = (model or ASSETS) / "demo_model.safetensors"
+    if not weights.is_file():
+        raise refuse("--model", f"{weights} does not exist; make one with `kda train-demo --out {weights.parent}`.")
+    from kda_tooling.prompts import file_prompts, held_out_prompts
+
+    try:
+        texts = file_prompts(prompt_file) if prompt_file else held_out_prompts(prompts, prompt_bytes)
+    except ValueError as error:
+        raise refuse("--prompt-file" if prompt_file else "--prompts", str(error)) from None
+    device = resolve_device(device)
+    choose_kernels(device)
+    from kda_tooling.demo import DemoSettings, passed
+    from kda_tooling.demo_report import run_with_progress, show
+
+    console = Console(stderr=as_json)
+    settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights)
+    report = run_with_progress(settings, texts, console)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        show(report, console)
+    if not passed(report):
+        console.print("[bold red]A lane differs from plain decoding.[/bold red]")
+        raise typer.Exit(1)
