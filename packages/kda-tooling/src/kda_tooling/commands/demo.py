@@ -47,6 +47,9 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Folder with another demo_model.safetensors and .json (kda train-demo).")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that share the runs on a CPU; default: one per core.", min=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
 ) -> None:
     """Decode real text with a small KDA model, plainly and with speculation in every lane, and compare them.
@@ -75,7 +78,7 @@ def demo(
     from kda_tooling.demo_report import run_with_progress, show
 
     console = Console(stderr=as_json)
-    settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights)
+    settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes)
     report = run_with_progress(settings, texts, console)
     if as_json:
         typer.echo(json.dumps(report))

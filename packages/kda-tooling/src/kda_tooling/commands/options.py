@@ -8,6 +8,11 @@ import sys
 import typer
 
 
+def interpreter_chosen() -> bool:
+    """Whether the environment asks for Triton's interpreter, spelt as Triton allows."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "yes", "on", "y"}
+
+
 def positive(value: float | None) -> float | None:
     """Typer callback for numbers above 0."""
     if value is not None and not value > 0:
@@ -25,8 +30,7 @@ def resolve_device(value: str) -> str:
     import torch
 
     if value == "auto":
-        interpret = os.environ.get("TRITON_INTERPRET") == "1"
-        return "cuda" if torch.cuda.is_available() and not interpret else "cpu"
+        return "cuda" if torch.cuda.is_available() and not interpreter_chosen() else "cpu"
     try:
         kind = torch.device(value).type
     except RuntimeError:
@@ -46,7 +50,7 @@ def choose_kernels(device: str) -> None:
     if device == "cpu":
         if "triton" not in sys.modules:
             os.environ["TRITON_INTERPRET"] = "1"
-        elif os.environ.get("TRITON_INTERPRET") != "1":
+        elif not interpreter_chosen():
             raise refuse("--device", "cpu needs TRITON_INTERPRET=1, set before anything imports triton.")
-    elif os.environ.get("TRITON_INTERPRET") == "1":
-        raise refuse("--device", f"{device} runs compiled kernels, but TRITON_INTERPRET=1 is set; unset it.")
+    elif interpreter_chosen():
+        raise refuse("--device", f"{device} runs compiled kernels, but TRITON_INTERPRET is set; unset it.")

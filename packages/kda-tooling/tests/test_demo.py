@@ -1,0 +1,167 @@
+"""`kda demo` and `kda train-demo` as commands: refusals, exit codes, the report, the saved model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kda_backend
+from kda_tooling import demo as demo_module
+from kda_tooling.cli import app
+from kda_tooling.commands.demo import ALL_LANES
+from kda_tooling.decoding import Decoded
+from kda_tooling.model import MAX_ASSET_BYTES, KdaLanguageModel, ModelConfig, load_model, save_model, shipped_tensors
+
+runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = KdaLanguageModel(ModelConfig(num_layers=1, width=32, num_heads=1, mlp_width=32))
+    save_model(model, folder / "demo_model.safetensors", {})
+    return folder
+
+
+def test_the_lanes_of_the_command_are_the_backends() -> None:
+    assert ALL_LANES == kda_backend.LANES
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["train-demo"]], ids=lambda c: " ".join(["kda", *c]))
+def test_help_has_an_example(command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert ("Example" in result.output) == bool(command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bytes", "0"], "--bytes"),
+        (["--bytes", "-3"], "--bytes"),
+        (["--draft-tokens", "0"], "--draft-tokens"),
+        (["--draft-tokens", "5", "--ring-length", "4"], "5 draft tokens do not fit a ring of 4 records"),
+        (["--ring-length", "0"], "--ring-length"),
+        (["--lanes", "fused,sideways"], "['sideways']; allowed are unfused"),
+        (["--lanes", ","], "no lane"),
+        (["--prompts", "0"], "--prompts"),
+        (["--prompts", "999"], "999 prompts were asked for"),
+        (["--prompt-file", "no/such/file.py"], "is not a file"),
+        (["--prompt-file", "EMPTY"], "is empty"),
+        (["--model", "no/such/folder"], "does not exist; make one with"),
+        (["--device", "toaster"], "'toaster' is not a device"),
+        (["--nonsense"], "--nonsense"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments_exit_with_2_before_anything_runs(
+    arguments: list[str], message: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def must_not_run(*args: object) -> None:
+        raise AssertionError("decoding started")
+
+    monkeypatch.setattr(demo_module, "run_demo", must_not_run)
+    empty = tmp_path / "empty.py"
+    empty.touch()
+    given = [str(empty) if argument == "EMPTY" else argument for argument in arguments]
+    if "--model" not in given:
+        given += ["--model", str(tiny_folder)]
+    result = runner.invoke(app, ["demo", *given])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--minutes", "0"], ["--minutes", "nan"], ["--batch", "0"], ["--learning-rate", "-1"]], ids=" ".join
+)
+def test_wrong_training_arguments_exit_with_2(arguments: list[str], tmp_path: Path) -> None:
+    result = runner.invoke(app, ["train-demo", "--out", str(tmp_path), *arguments])
+    assert result.exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_small_run_end_to_end(tiny_folder: Path, tmp_path: Path, device: str) -> None:
+    text = tmp_path / "mine.py"
+    text.write_text("abcabcabcabcab")
+    arguments = ["--model", str(tiny_folder), "--prompt-file", str(text), "--bytes", "5", "--draft-tokens", "3"]
+    result = runner.invoke(app, ["demo", *arguments, "--device", device, "--processes", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["identical"] == dict.fromkeys(ALL_LANES, True)
+    assert report["state_identical"] == dict.fromkeys(ALL_LANES, True)
+    assert report["kernels"] == ("interpreter" if device == "cpu" else "compiled")
+    assert report["plain"]["rounds"] == 4
+    for lane in ALL_LANES:
+        counts = report["lanes"][lane]["accepted_per_round"]
+        assert sum(int(n) * count for n, count in counts.items()) == 4
+    # One layer and head of 64x64: a snapshot is 16 KiB of fp32, a record k and v in bf16, g and beta in fp32.
+    assert report["scratch"]["snapshot_bytes"] == 3 * 64 * 64 * 4
+    assert report["scratch"]["ring_bytes"] == 3 * (2 * 64 * 2 + 64 * 4 + 4)
+    assert report["prompts"][0]["prompt_bytes"] == 14
+
+
+@pytest.mark.parametrize("broken", ["text", "state", "faults"])
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "terminal"])
+def test_a_differing_lane_exits_with_1(
+    broken: str, as_json: bool, tiny_folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode_all(settings: Any, requests: Sequence[Any], on_progress: Any) -> dict[str, Decoded]:
+        results = {}
+        for run in settings.runs():
+            wrong = broken if run.name == "fused" else None
+            results[run.name] = Decoded(
+                [b"right" if wrong != "text" else b"wrong"] * len(requests),
+                [[False] * 5] * len(requests),
+                accepted={1: 4},
+                seconds=1.0,
+                faults="slot: 1" if wrong == "faults" else None,
+                # -0.0 equals 0.0 as a number, not as bits.
+                ssm_state=torch.tensor([-0.0 if wrong == "state" else 0.0]),
+                conv_state=torch.zeros(1, dtype=torch.bfloat16),
+            )
+        return results
+
+    monkeypatch.setattr(demo_module, "_decode_all", decode_all)
+    flags = ["--json"] if as_json else []
+    result = runner.invoke(app, ["demo", "--model", str(tiny_folder), "--device", device, *flags])
+    assert result.exit_code == 1, result.output
+    assert "differs from plain decoding" in result.output
+    if as_json:
+        report = json.loads(result.stdout)
+        assert report["identical"] == {lane: not (broken == "text" and lane == "fused") for lane in ALL_LANES}
+    else:
+        assert ("NO" in result.output) == (broken != "faults")
+
+
+def test_training_writes_a_model_that_loads_and_its_measurements(tmp_path: Path) -> None:
+    arguments = ["--minutes", "0.0001", "--batch", "1", "--sequence", "64", "--eval-bytes", "2000"]
+    result = runner.invoke(app, ["train-demo", "--out", str(tmp_path), "--device", "cpu", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    metadata = json.loads(result.stdout)
+    model, stored = load_model(tmp_path / "demo_model.safetensors")
+    assert stored["bits_per_byte"] == metadata["bits_per_byte"]
+    assert stored["safetensors_bytes"] == (tmp_path / "demo_model.safetensors").stat().st_size <= MAX_ASSET_BYTES
+    assert 2.0 < metadata["bits_per_byte"]["byte_3gram"] < 4.0 < metadata["bits_per_byte"]["model"]
+    assert str(tmp_path) not in metadata["command"]
+    # Loaded values are exactly the stored ones.
+    for name, tensor in shipped_tensors(model).items():
+        assert torch.equal(tensor.float(), model.state_dict()[name]), name
+
+
+def test_a_model_over_the_size_limit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Lower width, mlp_width or num_layers"):
+        save_model(KdaLanguageModel(ModelConfig(mlp_width=640)), tmp_path / "m.safetensors", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_model_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="kda train-demo"):
+        load_model(tmp_path / "demo_model.safetensors")
