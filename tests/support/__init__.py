@@ -1,0 +1,1 @@
+"""What the tests share: problem builders, an independent oracle, error bounds, bit comparison."""
