@@ -1,0 +1,48 @@
+"""Kernels that verify speculative drafts on Kimi Delta Attention layers, fused or unfused, with snapshots or a ring.
+
+Importing this package needs no GPU. With ``TRITON_INTERPRET=1`` set before the import, kernels run on CPU tensors.
+"""
+
+from kda_kernels import interpreter
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.checks import fold_reason, host_checks, scatter_reason, verify_reason
+from kda_kernels.commit import fold, scatter_conv, scatter_snapshots
+from kda_kernels.errors import ErrorKind, describe_errors, new_error_counts
+from kda_kernels.reference import (
+    fold_reference,
+    scatter_conv_reference,
+    scatter_snapshots_reference,
+    verify_reference,
+)
+from kda_kernels.shapes import CONV_WIDTH, KdaShape, LaunchConfig
+from kda_kernels.verify import verify_fused, verify_unfused
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CONV_WIDTH",
+    "ErrorKind",
+    "KdaShape",
+    "LaunchConfig",
+    "LayerParams",
+    "LayerState",
+    "Ring",
+    "Snapshots",
+    "describe_errors",
+    "fold",
+    "fold_reason",
+    "fold_reference",
+    "host_checks",
+    "new_error_counts",
+    "scatter_conv",
+    "scatter_conv_reference",
+    "scatter_reason",
+    "scatter_snapshots",
+    "scatter_snapshots_reference",
+    "verify_fused",
+    "verify_reason",
+    "verify_reference",
+    "verify_unfused",
+]
+
+interpreter.install()

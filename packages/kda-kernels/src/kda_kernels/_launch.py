@@ -1,0 +1,98 @@
+"""The one place where kernels are launched: options that decide bits, PDL, and a hook for compiling only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kda_kernels.interpreter import is_interpreted
+from kda_kernels.shapes import LaunchConfig
+
+
+def _run(kernel: Any, grid: tuple[int], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    kernel[grid](*args, **options)
+
+
+LAUNCHER: Callable[[Any, tuple[int], tuple[Any, ...], dict[str, Any]], None] = _run
+"""Called for every launch; `kda_kernels.aot` puts a compile-only one here."""
+
+TARGET_OVERRIDE: tuple[str, int] | None = None
+"""(backend, arch) to launch for instead of the current device, e.g. ("cuda", 100); set while compiling ahead."""
+
+INTERPRETER_CONFIG = LaunchConfig(block_v=128)
+
+
+@functools.cache
+def _device_target(index: int) -> tuple[str, int]:
+    if torch.version.hip is not None:
+        return "hip", 0
+    major, minor = torch.cuda.get_device_capability(index)
+    return "cuda", major * 10 + minor
+
+
+def current_target(device: torch.device) -> tuple[str, int]:
+    """(backend, arch) that kernels on ``device`` run on: ("cuda", 90), ("hip", 0) or ("interpreter", 0)."""
+    if TARGET_OVERRIDE is not None:
+        return TARGET_OVERRIDE
+    if is_interpreted():
+        return "interpreter", 0
+    return _device_target(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why kernels cannot run on tensors of ``device``, or None."""
+    if TARGET_OVERRIDE is not None or device.type == "cuda":
+        return None
+    if device.type == "cpu" and is_interpreted():
+        return None
+    return (
+        f"tensors are on device {str(device)!r}, kernels run on CUDA and ROCm devices: move them to a GPU, set "
+        "TRITON_INTERPRET=1 before importing triton to interpret the kernels on the CPU, or call the torch reference"
+    )
+
+
+def pdl_reason(pdl: bool | None, device: torch.device) -> str | None:
+    """Why ``pdl=True`` cannot be honoured on ``device``, or None."""
+    backend, arch = current_target(device)
+    if pdl and not (backend == "cuda" and arch >= 90):
+        name = f"sm{arch}" if backend == "cuda" else backend
+        return f"config.pdl=True needs an NVIDIA GPU of sm90 or later, this is {name}: use pdl=None or False"
+    return None
+
+
+def resolve_config(given: LaunchConfig | None, default: LaunchConfig, device: torch.device) -> LaunchConfig:
+    """``given`` or ``default``; in the interpreter, whose cost is per program and not per element, whole heads."""
+    if given is not None:
+        return given
+    return INTERPRETER_CONFIG if current_target(device)[0] == "interpreter" else default
+
+
+def launch(
+    kernel: Any, grid: int, args: tuple[Any, ...], *, device: torch.device, num_warps: int, pdl: bool | None,
+    **constexprs: Any,
+) -> None:  # fmt: skip
+    """Launch ``kernel`` on a 1-D grid of ``grid`` programs; nothing for an empty grid.
+
+    A 1-D grid on purpose: its limit is 2^31 - 1 programs, that of the other axes 65,535. Contraction is switched off,
+    so that multiply-adds are fused where the kernels say so and nowhere else.
+    """
+    if grid == 0:
+        return
+    backend, arch = current_target(device)
+    use_pdl = backend == "cuda" and arch >= 90 and pdl is not False
+    options: dict[str, Any] = dict(constexprs, PDL=use_pdl, num_warps=num_warps, enable_fp_fusion=False)
+    if use_pdl:
+        options["launch_pdl"] = True
+    if TARGET_OVERRIDE is None and device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        with torch.cuda.device(device):
+            LAUNCHER(kernel, (grid,), args, options)
+        return
+    LAUNCHER(kernel, (grid,), args, options)
+
+
+def contracts_conv(device: torch.device) -> bool:
+    """Whether fp32 conv taps are fused multiply-adds (everywhere but on ROCm, where SGLang rounds separately)."""
+    return current_target(device)[0] != "hip"

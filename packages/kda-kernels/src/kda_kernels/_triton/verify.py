@@ -1,0 +1,224 @@
+"""Chain verify: one kernel body for the fused lane and for the recurrence of the unfused pair.
+
+``FUSED`` decides only where a token's q, k and v come from: convolved here from mixed_qkv, or loaded from the conv
+kernel's output. Everything after that is the same code, so the two lanes cannot differ in a bit.
+
+A program owns ``BLOCK_V`` rows of one head's [V, K] state for all T tokens of one request. The tokens are a real loop,
+not an unrolled one: Triton's layout pass is quadratic in the loads and stores of a kernel (15 s at T = 8 unrolled). The
+next token's inputs are loaded before this token's stores, which the compiler could not do: stores may alias loads.
+"""
+
+import triton
+import triton.language as tl
+
+from kda_kernels._triton.arithmetic import (
+    beta_of,
+    conv_silu,
+    delta_step,
+    dot_k,
+    l2_normalise,
+    log_decay,
+    split_last,
+)
+from kda_kernels._triton.common import load_row, load_slot, pdl_wait
+
+
+@triton.jit
+def load_history(conv_state, channels, D: tl.constexpr):
+    """The three columns of ``channels`` in a slot's conv state, oldest first."""
+    p = conv_state + channels
+    return tl.load(p), tl.load(p + D), tl.load(p + 2 * D)
+
+
+@triton.jit
+def load_taps(conv_weight, conv_bias, channels, HAS_BIAS: tl.constexpr):
+    """(bias fp32, w0, w1, w2, w3) of ``channels`` [R, C]: the 4 taps of a channel are one 8- or 16-byte load."""
+    w0, w1, w2, w3 = split_last(tl.load(conv_weight + channels[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]))
+    if HAS_BIAS:
+        bias = tl.load(conv_bias + channels).to(tl.float32)
+    else:
+        bias = tl.zeros(channels.shape, tl.float32)
+    return bias, w0, w1, w2, w3
+
+
+@triton.jit
+def convolved(x0, x1, x2, x3, taps, CONTRACT: tl.constexpr):
+    """Conv and SiLU of one token from its four input columns (oldest first) and `load_taps`; activation dtype."""
+    return conv_silu(taps[0], x0, x1, x2, x3, taps[1], taps[2], taps[3], taps[4], CONTRACT)
+
+
+@triton.jit
+def store_window(window, x1, x2, x3, channels, mask, D: tl.constexpr):
+    """The conv state after a token: its last three input columns. ``window`` points at the token's entry."""
+    p = window + channels
+    tl.store(p, x1, mask=mask)
+    tl.store(p + D, x2, mask=mask)
+    tl.store(p + 2 * D, x3, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "num_rows"],
+    do_not_specialize_on_alignment=["slots", "rows", "errors"],
+)
+def verify_kernel(
+    x, x_stride,  # [B*T, D]: mixed_qkv (fused) or the conv kernel's output
+    conv_weight, conv_bias,  # [D, 4], [D]
+    conv_state, conv_state_pitch,  # [slots, 3, D]
+    window, window_pitch,  # [rows, steps, 3, D]
+    a, a_stride, b, b_stride,  # [B*T, HV*K], [B*T, HV]
+    A_log, dt_bias, lower_bound,  # [HV], [HV*K]
+    ssm_state, ssm_state_pitch,  # [slots, HV, V, K] fp32
+    snapshots, snapshots_pitch,  # [rows, steps, HV, V, K] fp32
+    raw_v, raw_v_pitch, raw_k, raw_k_pitch,  # [slots, HV, L, V], [slots, H, L, K]
+    ring_g, ring_g_pitch, ring_beta, ring_beta_pitch,  # [slots, HV, L, K], [slots, HV, L] fp32
+    out,  # [B*T, HV, V]
+    slots, rows, errors,  # [B], [B], [len(ErrorKind)]
+    num_slots, num_rows, scale,
+    T: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_V: tl.constexpr, FUSED: tl.constexpr, RING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SAFE_GATE: tl.constexpr, CONTRACT: tl.constexpr, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = 2 * H * K + HV * V
+    NUM_V: tl.constexpr = V // BLOCK_V
+    pid = tl.program_id(0)
+    i_v = pid % NUM_V
+    i_hv = (pid // NUM_V) % HV
+    i_n = pid // (NUM_V * HV)
+    i_h = i_hv // (HV // H)
+
+    k_range = tl.arange(0, K)[None, :]
+    v_range = (i_v * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+    q_channels = i_h * K + k_range
+    k_channels = H * K + q_channels
+    v_channels = 2 * H * K + i_hv * V + v_range
+    token = tl.cast(i_n, tl.int64) * T
+    p_out = out + (token * HV + i_hv) * V + i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    ACT: tl.constexpr = out.dtype.element_ty
+
+    # Layer parameters: no kernel of a step writes them, so they may be read before the wait.
+    if FUSED:
+        q_taps = load_taps(conv_weight, conv_bias, q_channels, HAS_BIAS)
+        k_taps = load_taps(conv_weight, conv_bias, k_channels, HAS_BIAS)
+        v_taps = load_taps(conv_weight, conv_bias, v_channels, HAS_BIAS)
+    rate_log = tl.load(A_log + i_hv)
+    gate_bias = tl.load(dt_bias + i_hv * K + k_range)
+
+    pdl_wait(PDL)
+
+    first = (i_hv == 0) & (i_v == 0)
+    slot, slot_usable = load_slot(slots, i_n, num_slots, errors, first, COUNT)
+    row, row_usable = load_row(rows, i_n, num_rows, errors, first, HAS_ROWS, COUNT)
+    if not (slot_usable & row_usable):
+        for t in tl.static_range(T):
+            tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))
+        return
+
+    x += token * x_stride
+    a += token * a_stride + i_hv * K
+    b += token * b_stride + i_hv
+    head = i_hv * V * K + tl.trans(v_range) * K + k_range
+    if FUSED:
+        history = conv_state + slot * conv_state_pitch
+        q0, q1, q2 = load_history(history, q_channels, D)
+        k0, k1, k2 = load_history(history, k_channels, D)
+        v0, v1, v2 = load_history(history, v_channels, D)
+    q_next = tl.load(x + q_channels)
+    k_next = tl.load(x + k_channels)
+    v_next = tl.load(x + v_channels)
+    a_next = tl.load(a + k_range)
+    b_next = tl.load(b)
+    S = tl.load(ssm_state + slot * ssm_state_pitch + head)
+
+    # One program writes what a k head, or all v tiles of a v head, share.
+    owns_head = i_v == 0
+    owns_k_head = owns_head & (i_hv % (HV // H) == 0)
+    for t in range(T):
+        q3 = q_next
+        k3 = k_next
+        v3 = v_next
+        g = log_decay(a_next.to(tl.float32), gate_bias, rate_log, lower_bound, SAFE_GATE)
+        beta = beta_of(b_next.to(tl.float32))
+        following = min(t + 1, T - 1)
+        q_next = tl.load(x + following * x_stride + q_channels)
+        k_next = tl.load(x + following * x_stride + k_channels)
+        v_next = tl.load(x + following * x_stride + v_channels)
+        a_next = tl.load(a + following * a_stride + k_range)
+        b_next = tl.load(b + following * b_stride)
+
+        if FUSED:
+            q_raw = convolved(q0, q1, q2, q3, q_taps, CONTRACT)
+            k_raw = convolved(k0, k1, k2, k3, k_taps, CONTRACT)
+            v_raw = convolved(v0, v1, v2, v3, v_taps, CONTRACT)
+            p_window = window + row * window_pitch + t * 3 * D
+            store_window(p_window, q1, q2, q3, q_channels, owns_k_head, D)
+            store_window(p_window, k1, k2, k3, k_channels, owns_k_head, D)
+            store_window(p_window, v1, v2, v3, v_channels, None, D)
+            q0 = q1
+            q1 = q2
+            q2 = q3
+            k0 = k1
+            k1 = k2
+            k2 = k3
+            v0 = v1
+            v1 = v2
+            v2 = v3
+        else:
+            q_raw = q3
+            k_raw = k3
+            v_raw = v3
+
+        if RING:
+            kept = t < L  # records past the ring are dropped, not written into the next head's
+            tl.store(raw_k + slot * raw_k_pitch + (i_h * L + t) * K + k_range, k_raw, mask=kept & owns_k_head)
+            tl.store(raw_v + slot * raw_v_pitch + (i_hv * L + t) * V + v_range, v_raw, mask=kept)
+            tl.store(ring_g + slot * ring_g_pitch + (i_hv * L + t) * K + k_range, g, mask=kept & owns_head)
+            tl.store(ring_beta + slot * ring_beta_pitch + i_hv * L + t, beta, mask=kept & owns_head)
+
+        k = l2_normalise(k_raw.to(tl.float32))
+        q = l2_normalise(q_raw.to(tl.float32)) * scale
+        S = delta_step(S, k, tl.reshape(v_raw, (BLOCK_V,)).to(tl.float32), g, beta)
+        tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))
+        if not RING:
+            tl.store(snapshots + row * snapshots_pitch + t * HV * V * K + head, S)
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "num_rows"],
+    do_not_specialize_on_alignment=["slots", "rows", "errors"],
+)
+def conv_kernel(
+    x, x_stride,  # mixed_qkv [B*T, D]
+    conv_weight, conv_bias,  # [D, 4], [D]
+    conv_state, conv_state_pitch,  # [slots, 3, D]
+    window, window_pitch,  # [rows, steps, 3, D]
+    y,  # [B*T, D]
+    slots, rows, errors,
+    num_slots, num_rows,
+    T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr, CONTRACT: tl.constexpr,
+    HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The unfused pair's first kernel: conv, SiLU and windows of BLOCK_D channels of one request's T tokens."""
+    NUM_D: tl.constexpr = D // BLOCK_D
+    pid = tl.program_id(0)
+    i_n = pid // NUM_D
+    channels = (pid % NUM_D) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    token = tl.cast(i_n, tl.int64) * T
+    taps = load_taps(conv_weight, conv_bias, channels, HAS_BIAS)
+    pdl_wait(PDL)
+    # Out-of-range indices are counted by the recurrence, which reads the same ones.
+    slot, slot_usable = load_slot(slots, i_n, num_slots, errors, False, False)
+    row, row_usable = load_row(rows, i_n, num_rows, errors, False, HAS_ROWS, False)
+    if not (slot_usable & row_usable):
+        return
+    x += token * x_stride
+    y += token * D
+    x0, x1, x2 = load_history(conv_state + slot * conv_state_pitch, channels, D)
+    x_next = tl.load(x + channels)
+    for t in range(T):
+        x3 = x_next
+        x_next = tl.load(x + min(t + 1, T - 1) * x_stride + channels)
+        tl.store(y + t * D + channels, convolved(x0, x1, x2, x3, taps, CONTRACT))
+        store_window(window + row * window_pitch + t * 3 * D, x1, x2, x3, channels, None, D)
+        x0 = x1
+        x1 = x2
+        x2 = x3

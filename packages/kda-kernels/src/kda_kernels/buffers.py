@@ -1,0 +1,163 @@
+"""The tensors that verify and commit work on, grouped: layer parameters, slot state, ring, snapshots.
+
+Layouts are those of SGLang 0.5.x, byte for byte, so that a ring or state of either side can be read by the other.
+Every class here is a frozen group of tensors; `allocate` builds the right layout, `layer(i)` slices one layer off a
+group that was allocated with a leading [layers] dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+
+from kda_kernels.shapes import CONV_WIDTH, KdaShape
+
+
+class TensorGroup:
+    """Shared behaviour of the frozen tensor groups below."""
+
+    def layer(self, index: int) -> Self:
+        """The views of layer ``index`` of a group whose tensors have a leading [layers] dimension."""
+        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})  # type: ignore[arg-type]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the group."""
+        return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+
+
+def _lead(num_layers: int | None) -> tuple[int, ...]:
+    return () if num_layers is None else (num_layers,)
+
+
+@dataclass(frozen=True)
+class LayerParams:
+    """Parameters of one KDA layer.
+
+    Args:
+        conv_weight: [D, 4], activation dtype or fp32; tap 3 multiplies the newest token.
+        conv_bias: [D] of the weight's dtype, or None.
+        A_log: [HV] fp32, log of the gate's per-head rate.
+        dt_bias: [HV*K] fp32, added to the raw gate input.
+        lower_bound: None for the standard gate ``-exp(A_log) * softplus(a + dt_bias)``; a negative number (-5 in the
+            field) for the safe gate ``lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``.
+        scale: factor on the normalised query; None means ``K ** -0.5``.
+    """
+
+    conv_weight: torch.Tensor
+    conv_bias: torch.Tensor | None
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    lower_bound: float | None = None
+    scale: float | None = None
+
+    def scale_for(self, shape: KdaShape) -> float:
+        """The query scale, ``K ** -0.5`` unless given."""
+        return shape.head_k_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True)
+class LayerState(TensorGroup):
+    """Per-slot state of one layer and the conv windows that verify writes.
+
+    Args:
+        conv_state: [slots, 3, D] activation dtype, oldest column first. Verify only reads it.
+        ssm_state: [slots, HV, V, K] fp32, K contiguous. Verify only reads it.
+        conv_window: [rows, steps, 3, D] activation dtype; entry t is the conv state after token t. Rows are batch
+            positions, not slots; ``steps`` is at least the number of draft tokens.
+    """
+
+    conv_state: torch.Tensor
+    ssm_state: torch.Tensor
+    conv_window: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: KdaShape,
+        *,
+        slots: int,
+        rows: int,
+        steps: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_layers: int | None = None,
+    ) -> LayerState:
+        """Zeroed state for ``slots`` slots and windows for ``rows`` batch rows of ``steps`` tokens."""
+        lead, columns = _lead(num_layers), CONV_WIDTH - 1
+        heads = (shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
+        return cls(
+            conv_state=torch.zeros(*lead, slots, columns, shape.conv_dim, dtype=dtype, device=device),
+            ssm_state=torch.zeros(*lead, slots, *heads, dtype=torch.float32, device=device),
+            conv_window=torch.zeros(*lead, rows, steps, columns, shape.conv_dim, dtype=dtype, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Ring(TensorGroup):
+    """ReplaySSM ring: each draft token's raw inputs, from which `fold` replays the accepted prefix.
+
+    Token t of a verify is record t; records past ``length`` are dropped. The slot pitch (``stride(0)``) is free, the
+    inner dimensions are packed.
+
+    Args:
+        raw_v: [slots, HV, L, V] activation dtype, after conv and SiLU, before the delta rule.
+        raw_k: [slots, H, L, K] activation dtype, after conv and SiLU, before the l2-norm.
+        g: [slots, HV, L, K] fp32 log-decay (<= 0).
+        beta: [slots, HV, L] fp32, ``sigmoid(b)``.
+    """
+
+    raw_v: torch.Tensor
+    raw_k: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: KdaShape,
+        *,
+        slots: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_layers: int | None = None,
+    ) -> Ring:
+        """A zeroed ring of ``length`` records for each of ``slots`` slots."""
+        lead = _lead(num_layers)
+        h, hv, k, v = shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
+        return cls(
+            raw_v=torch.zeros(*lead, slots, hv, length, v, dtype=dtype, device=device),
+            raw_k=torch.zeros(*lead, slots, h, length, k, dtype=dtype, device=device),
+            g=torch.zeros(*lead, slots, hv, length, k, dtype=torch.float32, device=device),
+            beta=torch.zeros(*lead, slots, hv, length, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def length(self) -> int:
+        """L, records per slot."""
+        return self.beta.shape[-1]
+
+
+@dataclass(frozen=True)
+class Snapshots(TensorGroup):
+    """State snapshots: the whole recurrent state after every draft token.
+
+    Args:
+        states: [rows, steps, HV, V, K] fp32; rows are batch positions, not slots. The row pitch is free.
+    """
+
+    states: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, shape: KdaShape, *, rows: int, steps: int, device: torch.device | str, num_layers: int | None = None
+    ) -> Snapshots:
+        """Zeroed snapshots of ``steps`` tokens for each of ``rows`` batch rows."""
+        heads = (shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
+        return cls(torch.zeros(*_lead(num_layers), rows, steps, *heads, dtype=torch.float32, device=device))

@@ -1,0 +1,353 @@
+"""Validity predicates, one per op: each returns the reason why the op cannot take its arguments, or None.
+
+Ops, gate, tuner, tests and error messages all use these. A reason names the argument, what was given and what is
+allowed. Values of index tensors are looked at only where that costs no device sync: when the tensor is on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+
+from kda_kernels._launch import device_reason, pdl_reason
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.errors import ErrorKind
+from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, KdaShape, LaunchConfig
+
+_host_value_checks = True
+
+
+@contextlib.contextmanager
+def host_checks(enabled: bool) -> Iterator[None]:
+    """Switch the host-side checks of index *values* on or off, so that a CPU test can meet them on the device."""
+    global _host_value_checks
+    before, _host_value_checks = _host_value_checks, enabled
+    try:
+        yield
+    finally:
+        _host_value_checks = before
+
+
+def _typed(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def _tensor_reason(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    packed: int | None = None,
+) -> str | None:
+    """Check shape (None = any size), dtype, device and that the last ``packed`` dimensions are contiguous."""
+    _typed(name, tensor, torch.Tensor)
+    given = tuple(tensor.shape)
+    if len(given) != len(shape) or any(w is not None and g != w for g, w in zip(given, shape, strict=True)):
+        wanted = ", ".join("*" if w is None else str(w) for w in shape)
+        return f"{name} must have shape [{wanted}], got {list(given)}"
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        return f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.device != device:
+        return f"{name} must be on {device} like mixed_qkv or the state, got {tensor.device}"
+    expected = 1
+    for dim in reversed(range(len(given) - (len(given) if packed is None else packed), len(given))):
+        if given[dim] > 1 and tensor.stride(dim) != expected:
+            return (
+                f"{name} must be packed in its last {packed or len(given)} dimension(s), got strides "
+                f"{tensor.stride()}: pass a contiguous copy"
+            )
+        expected *= given[dim]
+    return None
+
+
+def _pitch_reason(name: str, tensor: torch.Tensor, lead: int) -> str | None:
+    """Refuse overlapping entries of a buffer that is written: each of the ``lead`` outer strides must clear the inner."""
+    extent = math.prod(tensor.shape[lead:])
+    for dim in reversed(range(lead)):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) < extent:
+            return (
+                f"{name} must not overlap itself: dimension {dim} has stride {tensor.stride(dim)}, an entry takes "
+                f"{extent} elements"
+            )
+        extent = max(extent, tensor.stride(dim) * tensor.shape[dim])
+    return None
+
+
+def _index_reason(
+    name: str, index: torch.Tensor, batch: int | None, device: torch.device, low: int, high: int
+) -> str | None:
+    reason = _tensor_reason(name, index, (batch,), (torch.int32, torch.int64), device, packed=1)
+    if reason or not _host_value_checks or index.device.type != "cpu" or index.numel() == 0:
+        return reason
+    smallest, largest = int(index.min()), int(index.max())
+    if smallest < low or largest > high:
+        worst = smallest if smallest < low else largest
+        return f"{name} must be within {low}..{high}, got {worst}"
+    return None
+
+
+def _first(*reasons: str | None) -> str | None:
+    return next((r for r in reasons if r), None)
+
+
+def ring_reason(ring: Ring, shape: KdaShape, dtype: torch.dtype, device: torch.device, lead: tuple[int, ...]) -> str | None:
+    """Why ``ring`` is not one of ``shape`` with leading dimensions ``lead`` ([slots] or [layers, slots]), or None."""
+    for name in ("raw_v", "raw_k", "g", "beta"):
+        if not isinstance(getattr(ring, name), torch.Tensor):
+            return f"ring.{name} must be a Tensor, got {type(getattr(ring, name)).__name__}"
+    if ring.beta.ndim != len(lead) + 2:
+        return f"ring.beta must have {len(lead) + 2} dimensions, got shape {list(ring.beta.shape)}"
+    h, hv, k, v, length = shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, ring.length
+    if length < 1:
+        return f"ring.beta must have at least 1 record per slot, got shape {list(ring.beta.shape)}"
+    return _first(
+        _tensor_reason("ring.raw_v", ring.raw_v, (*lead, hv, length, v), (dtype,), device, packed=3),
+        _tensor_reason("ring.raw_k", ring.raw_k, (*lead, h, length, k), (dtype,), device, packed=3),
+        _tensor_reason("ring.g", ring.g, (*lead, hv, length, k), (torch.float32,), device, packed=3),
+        _tensor_reason("ring.beta", ring.beta, (*lead, hv, length), (torch.float32,), device, packed=2),
+        *(_pitch_reason(f"ring.{n}", getattr(ring, n), len(lead)) for n in ("raw_v", "raw_k", "g", "beta")),
+    )
+
+
+def _params_reason(params: LayerParams, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    _typed("params", params, LayerParams)
+    weight_dtypes = (dtype, torch.float32)
+    d, hv, k = shape.conv_dim, shape.num_v_heads, shape.head_k_dim
+    reason = _first(
+        _tensor_reason("params.conv_weight", params.conv_weight, (d, CONV_WIDTH), weight_dtypes, device, packed=2),
+        _tensor_reason("params.A_log", params.A_log, (hv,), (torch.float32,), device, packed=1),
+        _tensor_reason("params.dt_bias", params.dt_bias, (hv * k,), (torch.float32,), device, packed=1),
+    )
+    if reason is None and params.conv_bias is not None:
+        reason = _tensor_reason(
+            "params.conv_bias", params.conv_bias, (d,), (params.conv_weight.dtype,), device, packed=1
+        )
+    if reason is None and params.lower_bound is not None:
+        if not isinstance(params.lower_bound, (int, float)):
+            raise TypeError(f"params.lower_bound must be a float or None, got {type(params.lower_bound).__name__}")
+        if not params.lower_bound < 0:
+            reason = f"params.lower_bound must be below 0 (or None for the standard gate), got {params.lower_bound}"
+    if params.scale is not None and not isinstance(params.scale, (int, float)):
+        raise TypeError(f"params.scale must be a float or None, got {type(params.scale).__name__}")
+    return reason
+
+
+def _errors_reason(errors: torch.Tensor | None, device: torch.device) -> str | None:
+    if errors is None:
+        return None
+    return _tensor_reason("errors", errors, (len(ErrorKind),), (torch.int32,), device, packed=1)
+
+
+def verify_reason(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    shape: KdaShape,
+    params: LayerParams,
+    state: LayerState,
+    record: Ring | Snapshots,
+    slots: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    needs_kernels: bool = True,
+) -> str | None:
+    """Why a verify of these arguments is refused, or None. Arguments as `kda_kernels.verify_fused`.
+
+    ``needs_kernels=False`` leaves out what only kernels need (a device that can run them): the reference's check.
+
+    Raises:
+        TypeError: an argument is not of the class it should be.
+    """
+    for name, value, kind in (
+        ("mixed_qkv", mixed_qkv, torch.Tensor), ("shape", shape, KdaShape), ("state", state, LayerState),
+        ("slots", slots, torch.Tensor), ("draft_tokens", draft_tokens, int),
+    ):  # fmt: skip
+        _typed(name, value, kind)
+    if not isinstance(record, (Ring, Snapshots)):
+        raise TypeError(f"record must be a Ring or Snapshots, got {type(record).__name__}")
+    if config is not None:
+        _typed("config", config, LaunchConfig)
+    device, dtype = mixed_qkv.device, mixed_qkv.dtype
+    if draft_tokens < 1:
+        return f"draft_tokens must be at least 1, got {draft_tokens}"
+    if slots.ndim != 1:
+        return f"slots must have shape [B], got {list(slots.shape)}"
+    batch, h, hv, k, v = slots.shape[0], *(shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim)
+    tokens, d = batch * draft_tokens, shape.conv_dim
+    activation = (dtype,)
+    reason = _first(
+        device_reason(device) if needs_kernels else None,
+        _tensor_reason("mixed_qkv", mixed_qkv, (tokens, d), ACTIVATION_DTYPES, device, packed=1),
+        _tensor_reason("a", a, (tokens, hv * k), activation, device, packed=1),
+        _tensor_reason("b", b, (tokens, hv), activation, device, packed=1),
+        _params_reason(params, shape, dtype, device),
+        _tensor_reason("state.conv_state", state.conv_state, (None, CONV_WIDTH - 1, d), activation, device, packed=2),
+        _tensor_reason("state.ssm_state", state.ssm_state, (None, hv, v, k), (torch.float32,), device, packed=3),
+        _tensor_reason(
+            "state.conv_window", state.conv_window, (None, None, CONV_WIDTH - 1, d), activation, device, packed=3
+        ),
+    )
+    if reason:
+        return reason
+    num_slots = state.ssm_state.shape[0]
+    if state.conv_state.shape[0] != num_slots:
+        return (
+            f"state.conv_state must have as many slots as state.ssm_state ({num_slots}), "
+            f"got {state.conv_state.shape[0]}"
+        )
+    row_buffers = [("state.conv_window", state.conv_window)]
+    if isinstance(record, Ring):
+        reason = ring_reason(record, shape, dtype, device, (num_slots,))
+    else:
+        reason = _tensor_reason(
+            "record.states", record.states, (None, None, hv, v, k), (torch.float32,), device, packed=4
+        )
+        row_buffers.append(("record.states", record.states))
+    if reason:
+        return reason
+    for name, buffer in row_buffers:
+        if buffer.shape[1] < draft_tokens:
+            return f"{name} must hold at least draft_tokens={draft_tokens} steps, got shape {list(buffer.shape)}"
+        if rows is None and buffer.shape[0] < batch:
+            return f"{name} must have a row for each of the {batch} batch positions, got {buffer.shape[0]} rows"
+        if overlap := _pitch_reason(name, buffer, 1):
+            return overlap
+    num_rows = min(buffer.shape[0] for _, buffer in row_buffers)
+    return _first(
+        _index_reason("slots", slots, batch, device, -1, num_slots - 1),
+        None if rows is None else _index_reason("rows", rows, batch, device, 0, num_rows - 1),
+        _errors_reason(errors, device),
+        None if out is None else _tensor_reason("out", out, (tokens, hv, v), activation, device, packed=3),
+        None if workspace is None else _tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2),
+        pdl_reason(config.pdl, device) if config is not None and needs_kernels else None,
+    )
+
+
+def _commit_index_reason(
+    slots: torch.Tensor, accept_lens: torch.Tensor, draft_tokens: int, num_slots: int, limit: int,
+    device: torch.device, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
+) -> str | None:  # fmt: skip
+    _typed("slots", slots, torch.Tensor)
+    _typed("draft_tokens", draft_tokens, int)
+    if draft_tokens < 1:
+        return f"draft_tokens must be at least 1, got {draft_tokens}"
+    if slots.ndim != 1:
+        return f"slots must have shape [B], got {list(slots.shape)}"
+    batch = slots.shape[0]
+    reason = _first(
+        _index_reason("slots", slots, batch, device, -1, num_slots - 1),
+        _index_reason("accept_lens", accept_lens, batch, device, 0, limit),
+    )
+    if reason is None and (track_slots is None) != (track_steps is None):
+        reason = "track_slots and track_steps must be given together, got only one of them"
+    if reason is None and track_slots is not None and track_steps is not None:
+        reason = _first(
+            _index_reason("track_slots", track_slots, batch, device, -1, num_slots - 1),
+            # Any step is allowed: one that is not in the accepted prefix is not written.
+            _tensor_reason("track_steps", track_steps, (batch,), (torch.int32, torch.int64), device, packed=1),
+        )
+    return reason
+
+
+def fold_reason(
+    ssm_state: torch.Tensor,
+    ring: Ring,
+    *,
+    shape: KdaShape,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+    needs_kernels: bool = True,
+) -> str | None:
+    """Why a fold of these arguments is refused, or None. Arguments as `kda_kernels.fold`."""
+    _typed("ssm_state", ssm_state, torch.Tensor)
+    _typed("ring", ring, Ring)
+    _typed("shape", shape, KdaShape)
+    if config is not None:
+        _typed("config", config, LaunchConfig)
+    device = ssm_state.device
+    reason = _first(
+        device_reason(device) if needs_kernels else None,
+        _tensor_reason(
+            "ssm_state", ssm_state, (None, None, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
+            (torch.float32,), device, packed=3,
+        ),
+    )  # fmt: skip
+    if reason := reason or _pitch_reason("ssm_state", ssm_state, 2):
+        return reason
+    raw_dtype = ring.raw_v.dtype if isinstance(ring.raw_v, torch.Tensor) else torch.bfloat16
+    if raw_dtype not in ACTIVATION_DTYPES:
+        return f"ring.raw_v must be bfloat16 or float16, got {str(raw_dtype).removeprefix('torch.')}"
+    return _first(
+        ring_reason(ring, shape, raw_dtype, device, tuple(ssm_state.shape[:2])),
+        _commit_index_reason(
+            slots, accept_lens, draft_tokens, ssm_state.shape[1],
+            min(draft_tokens, ring.length) if isinstance(ring.beta, torch.Tensor) else 0,
+            device, track_slots, track_steps,
+        ),
+        _errors_reason(errors, device),
+        pdl_reason(config.pdl, device) if config is not None and needs_kernels else None,
+    )  # fmt: skip
+
+
+def scatter_reason(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    *,
+    names: tuple[str, str],
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
+    pdl: bool | None = None,
+    needs_kernels: bool = True,
+) -> str | None:
+    """Why copying ``src[layer, row, accept - 1]`` to ``dst[layer, slot]`` is refused, or None.
+
+    ``names`` are the caller's names of ``dst`` and ``src`` for the reason. ``dst``: [layers, slots, *entry];
+    ``src``: [layers, rows, steps, *entry] of the same dtype. Other arguments as `kda_kernels.scatter_conv`.
+    """
+    _typed(names[0], dst, torch.Tensor)
+    _typed(names[1], src, torch.Tensor)
+    device, entry = dst.device, tuple(dst.shape[2:])
+    if dst.ndim < 3:
+        return f"{names[0]} must have shape [layers, slots, ...], got {list(dst.shape)}"
+    reason = _first(
+        device_reason(device) if needs_kernels else None,
+        _tensor_reason(names[0], dst, (None, None, *entry), (dst.dtype,), device, packed=len(entry)),
+        _tensor_reason(names[1], src, (dst.shape[0], None, None, *entry), (dst.dtype,), device, packed=len(entry) + 1),
+    )
+    if reason := reason or _pitch_reason(names[0], dst, 2):
+        return reason
+    reason = _commit_index_reason(
+        slots, accept_lens, draft_tokens, dst.shape[1], draft_tokens, device, track_slots, track_steps
+    )
+    if reason:
+        return reason
+    if src.shape[2] < draft_tokens:
+        return f"{names[1]} must hold at least draft_tokens={draft_tokens} steps, got shape {list(src.shape)}"
+    if rows is None and src.shape[1] < slots.shape[0]:
+        return f"{names[1]} must have a row for each of the {slots.shape[0]} batch positions, got {src.shape[1]} rows"
+    return _first(
+        None if rows is None else _index_reason("rows", rows, slots.shape[0], device, 0, src.shape[1] - 1),
+        _errors_reason(errors, device),
+        pdl_reason(pdl, device) if needs_kernels else None,
+    )

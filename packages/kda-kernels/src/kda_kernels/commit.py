@@ -1,0 +1,174 @@
+"""Commit the accepted prefix of a verify for all layers at once: fold the ring, or copy snapshots; copy windows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kda_kernels import checks
+from kda_kernels._launch import launch, resolve_config
+from kda_kernels._triton.commit import fold_kernel, scatter_kernel
+from kda_kernels.buffers import Ring, Snapshots
+from kda_kernels.shapes import KdaShape, LaunchConfig
+
+DEFAULT_FOLD_CONFIG = LaunchConfig(block_v=32, num_warps=2)
+SCATTER_BLOCK = 1024
+SCATTER_NUM_WARPS = 4
+
+
+def fold(
+    ssm_state: torch.Tensor,
+    ring: Ring,
+    *,
+    shape: KdaShape,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+) -> None:
+    """Replay each slot's first ``accept_lens[b]`` ring records into its state, in place, all layers in one launch.
+
+    The committed state equals, bit for bit, the snapshot that snapshot mode would have taken of that step.
+
+    Args:
+        ssm_state: [layers, slots, HV, V, K] fp32, updated in place; layer and slot pitch free, inner dims packed.
+        ring: a ring with the same leading [layers, slots].
+        shape: head layout.
+        slots: [B] int32 or int64; -1 is padding. A live slot may appear once.
+        accept_lens: [B] int32 or int64, tokens accepted, the root included: 0..min(draft_tokens, ring length). 0 leaves
+            the slot untouched. Out of range: refused if the tensor is on the CPU; met on the device, the slot is left
+            untouched and the row counted in ``errors``.
+        draft_tokens: T of the verify that wrote the ring.
+        track_slots: [B] a second slot that receives the state after step ``track_steps[b]``; -1 for none. It must not
+            be a slot that this commit updates.
+        track_steps: [B] 0-based step; one outside the accepted prefix is not written.
+        config: launch configuration; any gives the same bits.
+        errors: counters from `new_error_counts`, or None to not count.
+
+    Raises:
+        ValueError: an argument is refused; the message is that of `checks.fold_reason`.
+        TypeError: an argument is of the wrong class.
+    """
+    reason = checks.fold_reason(
+        ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
+        track_slots=track_slots, track_steps=track_steps, config=config, errors=errors,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(reason)
+    config = resolve_config(config, DEFAULT_FOLD_CONFIG, ssm_state.device)
+    block_v = min(config.block_v, shape.head_v_dim)
+    tensors = (ssm_state, ring.raw_v, ring.raw_k, ring.g, ring.beta)
+    batch = slots.shape[0]
+    launch(
+        fold_kernel,
+        ssm_state.shape[0] * batch * shape.num_v_heads * (shape.head_v_dim // block_v),
+        (
+            *(v for t in tensors for v in (t, t.stride(0), t.stride(1))),
+            slots, accept_lens, track_slots, track_steps, errors,
+            ssm_state.shape[1], batch, min(draft_tokens, ring.length),
+        ),
+        device=ssm_state.device, num_warps=config.num_warps, pdl=config.pdl,
+        L=ring.length, H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim,
+        BLOCK_V=block_v, HAS_TRACK=track_slots is not None, COUNT=errors is not None,
+    )  # fmt: skip
+
+
+def scatter_conv(
+    conv_state: torch.Tensor,
+    conv_window: torch.Tensor,
+    *,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
+    pdl: bool | None = None,
+) -> None:
+    """Copy each row's window after its last accepted token into its slot's conv state, all layers in one launch.
+
+    Args:
+        conv_state: [layers, slots, 3, D], updated in place.
+        conv_window: [layers, rows, steps, 3, D] of the same dtype, as verify wrote it.
+        rows: [B] window row of each batch position; None means 0..B-1.
+        pdl: programmatic dependent launch, as `LaunchConfig.pdl`.
+        slots, accept_lens, draft_tokens, track_slots, track_steps, errors: as for `fold`; accept lengths are limited
+            by ``draft_tokens`` alone here.
+
+    Raises:
+        ValueError: an argument is refused; the message is that of `checks.scatter_reason`.
+        TypeError: an argument is of the wrong class.
+    """
+    _scatter(
+        conv_state, conv_window, names=("conv_state", "conv_window"), slots=slots, accept_lens=accept_lens,
+        draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+    )  # fmt: skip
+
+
+def scatter_snapshots(
+    ssm_state: torch.Tensor,
+    snapshots: Snapshots,
+    *,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
+    pdl: bool | None = None,
+) -> None:
+    """Copy each row's snapshot after its last accepted token into its slot's state, all layers in one launch.
+
+    Args:
+        ssm_state: [layers, slots, HV, V, K] fp32, updated in place.
+        snapshots: snapshots with a leading [layers], as verify wrote them.
+
+    Other arguments and errors as for `scatter_conv`.
+    """
+    if not isinstance(snapshots, Snapshots):
+        raise TypeError(f"snapshots must be Snapshots, got {type(snapshots).__name__}")
+    _scatter(
+        ssm_state, snapshots.states, names=("ssm_state", "snapshots.states"), slots=slots, accept_lens=accept_lens,
+        draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+    )  # fmt: skip
+
+
+def _scatter(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    *,
+    names: tuple[str, str],
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None,
+    track_slots: torch.Tensor | None,
+    track_steps: torch.Tensor | None,
+    errors: torch.Tensor | None,
+    pdl: bool | None,
+) -> None:
+    reason = checks.scatter_reason(
+        dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
+        track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(reason)
+    entry, batch = math.prod(dst.shape[2:]), slots.shape[0]
+    launch(
+        scatter_kernel,
+        dst.shape[0] * batch * -(-entry // SCATTER_BLOCK),
+        (
+            dst, dst.stride(0), dst.stride(1), src, src.stride(0), src.stride(1),
+            slots, rows, accept_lens, track_slots, track_steps, errors,
+            dst.shape[1], src.shape[1], batch, draft_tokens,
+        ),
+        device=dst.device, num_warps=SCATTER_NUM_WARPS, pdl=pdl,
+        N=entry, BLOCK_N=SCATTER_BLOCK, HAS_ROWS=rows is not None, HAS_TRACK=track_slots is not None,
+        COUNT=errors is not None,
+    )  # fmt: skip

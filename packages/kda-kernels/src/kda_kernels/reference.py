@@ -1,0 +1,266 @@
+"""Plain-torch reference of verify and commit, on any device: the arithmetic to read, and the lane of last resort.
+
+Same signatures as the kernels. Elementwise parts round where the kernels round (conv products of 16-bit weights,
+SiLU outputs, ring records, outputs); sums over K use torch's order, so results agree with the kernels within rounding,
+not bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kda_kernels import checks
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.errors import ErrorKind
+from kda_kernels.shapes import KdaShape, LaunchConfig
+
+
+def conv_silu(columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Causal conv of width 4 and SiLU. columns: [T+3, D], oldest first; weight: [D, 4] -> [T, D] in columns' dtype."""
+    tokens = columns.shape[0] - 3
+    acc = torch.zeros(tokens, columns.shape[1], dtype=torch.float32, device=columns.device)
+    if bias is not None:
+        acc = acc + bias.float()
+    for tap in range(4):
+        product = columns[tap : tap + tokens].float() * weight[:, tap].float()
+        acc = acc + product.to(weight.dtype).float()
+    return (acc / (1 + torch.exp(-acc))).to(columns.dtype)
+
+
+def log_decay(a: torch.Tensor, params: LayerParams, shape: KdaShape) -> torch.Tensor:
+    """Per-channel log-decay. a: [T, HV*K] -> [T, HV, K] fp32, <= 0."""
+    x = (a.float() + params.dt_bias).view(-1, shape.num_v_heads, shape.head_k_dim)
+    rate = torch.exp(params.A_log)[:, None]
+    if params.lower_bound is not None:
+        return params.lower_bound * torch.sigmoid(rate * x)
+    return -rate * torch.where(x <= 20.0, torch.log(1.0 + torch.exp(x)), x)
+
+
+def l2_normalise(x: torch.Tensor) -> torch.Tensor:
+    """``x / sqrt(sum(x^2) + 1e-6)`` over the last dimension."""
+    return x * (1.0 / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6))
+
+
+def delta_step(S: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """One step of the gated delta rule. S: [HV, V, K]; k (normalised), g: [HV, K]; v: [HV, V]; beta: [HV]."""
+    S = S * torch.exp(g)[:, None, :]
+    u = (v - (S * k[:, None, :]).sum(-1)) * beta[:, None]
+    return S + u[:, :, None] * k[:, None, :]
+
+
+def _count(errors: torch.Tensor | None, kind: ErrorKind) -> None:
+    if errors is not None:
+        errors[kind] += 1
+
+
+def _usable_slot(slot: int, num_slots: int, errors: torch.Tensor | None) -> bool:
+    if slot < -1 or slot >= num_slots:
+        _count(errors, ErrorKind.SLOT)
+    return 0 <= slot < num_slots
+
+
+def _usable_row(row: int, num_rows: int, errors: torch.Tensor | None) -> bool:
+    if not 0 <= row < num_rows:
+        _count(errors, ErrorKind.ROW)
+    return 0 <= row < num_rows
+
+
+def verify_reference(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    shape: KdaShape,
+    params: LayerParams,
+    state: LayerState,
+    record: Ring | Snapshots,
+    slots: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kda_kernels.verify_fused` in plain torch; ``config`` and ``workspace`` are checked and otherwise unused."""
+    reason = checks.verify_reason(
+        mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
+        draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
+        needs_kernels=False,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(reason)
+    if out is None:
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
+    num_rows = state.conv_window.shape[0]
+    if isinstance(record, Snapshots):
+        num_rows = min(num_rows, record.states.shape[0])
+    row_list = range(len(slots)) if rows is None else rows.tolist()
+    for i, (slot, row) in enumerate(zip(slots.tolist(), row_list, strict=True)):
+        tokens = slice(i * draft_tokens, (i + 1) * draft_tokens)
+        slot_usable = _usable_slot(slot, state.ssm_state.shape[0], errors)
+        if not (_usable_row(row, num_rows, errors) and slot_usable):
+            out[tokens] = 0
+            continue
+        out[tokens] = _verify_request(
+            mixed_qkv[tokens], a[tokens], b[tokens], shape, params, state, record, slot, row, draft_tokens
+        )
+    return out
+
+
+def _verify_request(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, shape: KdaShape, params: LayerParams, state: LayerState,
+    record: Ring | Snapshots, slot: int, row: int, tokens: int,
+) -> torch.Tensor:  # fmt: skip
+    """Verify one request; x: [T, D], a: [T, HV*K], b: [T, HV] -> [T, HV, V] fp32."""
+    h, hv, k_dim = shape.num_heads, shape.num_v_heads, shape.head_k_dim
+    columns = torch.cat([state.conv_state[slot], x])
+    state.conv_window[row, :tokens] = columns.unfold(0, 3, 1)[1:].transpose(1, 2)
+    y = conv_silu(columns, params.conv_weight, params.conv_bias)
+    q_raw, k_raw, v_raw = y.split([h * k_dim, h * k_dim, hv * shape.head_v_dim], dim=1)
+    k_raw, v_raw = k_raw.view(tokens, h, k_dim), v_raw.view(tokens, hv, shape.head_v_dim)
+    g = log_decay(a, params, shape)
+    beta = 1.0 / (1.0 + torch.exp(-b.float()))
+    if isinstance(record, Ring):
+        n = min(tokens, record.length)
+        record.raw_v[slot, :, :n] = v_raw[:n].transpose(0, 1)
+        record.raw_k[slot, :, :n] = k_raw[:n].transpose(0, 1)
+        record.g[slot, :, :n] = g[:n].transpose(0, 1)
+        record.beta[slot, :, :n] = beta[:n].T
+    group = hv // h
+    q = (l2_normalise(q_raw.view(tokens, h, k_dim).float()) * params.scale_for(shape)).repeat_interleave(group, 1)
+    k = l2_normalise(k_raw.float()).repeat_interleave(group, 1)
+    S = state.ssm_state[slot]
+    outputs = []
+    for t in range(tokens):
+        S = delta_step(S, k[t], v_raw[t].float(), g[t], beta[t])
+        outputs.append((S * q[t][:, None, :]).sum(-1))
+        if isinstance(record, Snapshots):
+            record.states[row, t] = S
+    return torch.stack(outputs)
+
+
+def _commits(
+    slots: torch.Tensor, accept_lens: torch.Tensor, num_slots: int, limit: int, errors: torch.Tensor | None,
+    track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
+    rows: torch.Tensor | None = None, num_rows: int | None = None,
+) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
+    """The (row, slot, accept, track slot or -1, track step) of every batch position that commits something."""
+    found = []
+    batch = len(slots)
+    row_list = range(batch) if rows is None else rows.tolist()
+    track_list = [-1] * batch if track_slots is None else track_slots.tolist()
+    step_list = [-1] * batch if track_steps is None else track_steps.tolist()
+    for row, slot, accept, track, step in zip(
+        row_list, slots.tolist(), accept_lens.tolist(), track_list, step_list, strict=True
+    ):
+        slot_usable = _usable_slot(slot, num_slots, errors)
+        if not (slot_usable and (num_rows is None or _usable_row(row, num_rows, errors))):
+            continue
+        if not 0 <= accept <= limit:
+            _count(errors, ErrorKind.ACCEPT)
+            continue
+        if accept == 0:
+            continue
+        if track < -1 or track >= num_slots:
+            _count(errors, ErrorKind.TRACK_SLOT)
+        wanted = 0 <= track < num_slots and 0 <= step < accept
+        found.append((row, slot, accept, track if wanted else -1, step))
+    return found
+
+
+def fold_reference(
+    ssm_state: torch.Tensor,
+    ring: Ring,
+    *,
+    shape: KdaShape,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+) -> None:
+    """`kda_kernels.fold` in plain torch."""
+    reason = checks.fold_reason(
+        ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
+        track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, needs_kernels=False,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(reason)
+    limit = min(draft_tokens, ring.length)
+    group = shape.num_v_heads // shape.num_heads
+    for _, slot, accept, track, step in _commits(
+        slots, accept_lens, ssm_state.shape[1], limit, errors, track_slots, track_steps
+    ):
+        for layer in range(ssm_state.shape[0]):
+            records = ring.layer(layer)
+            S = ssm_state[layer, slot]
+            for t in range(accept):
+                k = l2_normalise(records.raw_k[slot, :, t].float()).repeat_interleave(group, 0)
+                S = delta_step(S, k, records.raw_v[slot, :, t].float(), records.g[slot, :, t], records.beta[slot, :, t])
+                if track >= 0 and t == step:
+                    ssm_state[layer, track] = S
+            ssm_state[layer, slot] = S
+
+
+def scatter_conv_reference(
+    conv_state: torch.Tensor,
+    conv_window: torch.Tensor,
+    *,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
+    pdl: bool | None = None,
+) -> None:
+    """`kda_kernels.scatter_conv` in plain torch."""
+    _scatter_reference(
+        conv_state, conv_window, ("conv_state", "conv_window"), slots, accept_lens, draft_tokens, rows, track_slots,
+        track_steps, errors, pdl,
+    )  # fmt: skip
+
+
+def scatter_snapshots_reference(
+    ssm_state: torch.Tensor,
+    snapshots: Snapshots,
+    *,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
+    pdl: bool | None = None,
+) -> None:
+    """`kda_kernels.scatter_snapshots` in plain torch."""
+    if not isinstance(snapshots, Snapshots):
+        raise TypeError(f"snapshots must be Snapshots, got {type(snapshots).__name__}")
+    _scatter_reference(
+        ssm_state, snapshots.states, ("ssm_state", "snapshots.states"), slots, accept_lens, draft_tokens, rows,
+        track_slots, track_steps, errors, pdl,
+    )  # fmt: skip
+
+
+def _scatter_reference(
+    dst: torch.Tensor, src: torch.Tensor, names: tuple[str, str], slots: torch.Tensor, accept_lens: torch.Tensor,
+    draft_tokens: int, rows: torch.Tensor | None, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
+    errors: torch.Tensor | None, pdl: bool | None,
+) -> None:  # fmt: skip
+    reason = checks.scatter_reason(
+        dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
+        track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl, needs_kernels=False,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(reason)
+    for row, slot, accept, track, step in _commits(
+        slots, accept_lens, dst.shape[1], draft_tokens, errors, track_slots, track_steps, rows, src.shape[1]
+    ):
+        dst[:, slot] = src[:, row, accept - 1]
+        if track >= 0:
+            dst[:, track] = src[:, row, step]

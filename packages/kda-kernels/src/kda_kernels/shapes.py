@@ -1,0 +1,112 @@
+"""Sizes of a KDA layer and the launch knobs of its kernels: plain frozen data, checked when built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+CONV_WIDTH = 4
+"""Taps of the causal convolution. The conv state holds the last ``CONV_WIDTH - 1`` input columns."""
+
+SUPPORTED_HEAD_DIMS = (64, 128)
+SUPPORTED_BLOCK_V = (8, 16, 32, 64, 128)
+SUPPORTED_NUM_WARPS = (1, 2, 4, 8)
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+@dataclass(frozen=True)
+class KdaShape:
+    """Head layout of one KDA layer (or of one tensor-parallel shard of it).
+
+    Args:
+        num_heads: H, query/key heads.
+        num_v_heads: HV, value heads; a multiple of H. Value head j reads query/key head ``j // (HV // H)``.
+        head_k_dim: K, 64 or 128. The canonical reduction tree over K is defined for these (see `kda_kernels`' README).
+        head_v_dim: V, 64 or 128.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size is out of range, or HV is not a multiple of H.
+    """
+
+    num_heads: int
+    num_v_heads: int
+    head_k_dim: int = 128
+    head_v_dim: int = 128
+
+    def __post_init__(self) -> None:
+        _check_int("num_heads", self.num_heads, 1)
+        _check_int("num_v_heads", self.num_v_heads, 1)
+        if self.num_v_heads % self.num_heads:
+            raise ValueError(
+                f"num_v_heads must be a multiple of num_heads, got num_v_heads={self.num_v_heads} "
+                f"and num_heads={self.num_heads}"
+            )
+        for name, value in (("head_k_dim", self.head_k_dim), ("head_v_dim", self.head_v_dim)):
+            _check_int(name, value, 1)
+            if value not in SUPPORTED_HEAD_DIMS:
+                raise ValueError(
+                    f"{name} must be one of {SUPPORTED_HEAD_DIMS}, got {value}: the reduction order that makes all "
+                    "lanes equal bit for bit is defined for these sizes only"
+                )
+
+    @property
+    def conv_dim(self) -> int:
+        """D = 2*H*K + HV*V, the packed q | k | v channels."""
+        return 2 * self.num_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of one slot's recurrent state, HV*V*K."""
+        return self.num_v_heads * self.head_v_dim * self.head_k_dim
+
+    def ring_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token's ring record takes per slot and layer; ``dtype`` is the activation dtype."""
+        raw = self.num_v_heads * self.head_v_dim + self.num_heads * self.head_k_dim
+        return raw * dtype.itemsize + 4 * self.num_v_heads * (self.head_k_dim + 1)
+
+    def snapshot_bytes_per_token(self) -> int:
+        """Bytes that one token's fp32 state snapshot takes per batch row and layer."""
+        return 4 * self.state_numel
+
+    def window_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of the conv window after one token, per batch row and layer."""
+        return (CONV_WIDTH - 1) * self.conv_dim * dtype.itemsize
+
+    def state_bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Bytes of the recurrent state (fp32) and the conv state (``dtype``) of one slot and layer."""
+        return 4 * self.state_numel + self.window_bytes_per_token(dtype)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel is launched. No field changes a result bit: every value that can be named here is safe.
+
+    Args:
+        block_v: rows of V (of the [V, K] state) per program; capped at V.
+        num_warps: warps per program.
+        pdl: programmatic dependent launch. None: on where the device has it (sm90 and later); False: off;
+            True: required, and refused with a reason on a device without it.
+    """
+
+    block_v: int = 16
+    num_warps: int = 4
+    pdl: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("block_v", self.block_v, 1)
+        _check_int("num_warps", self.num_warps, 1)
+        if self.block_v not in SUPPORTED_BLOCK_V:
+            raise ValueError(f"block_v must be one of {SUPPORTED_BLOCK_V}, got {self.block_v}")
+        if self.num_warps not in SUPPORTED_NUM_WARPS:
+            raise ValueError(f"num_warps must be one of {SUPPORTED_NUM_WARPS}, got {self.num_warps}")
+        if self.pdl not in (None, True, False):
+            raise TypeError(f"pdl must be True, False or None, got {self.pdl!r}")

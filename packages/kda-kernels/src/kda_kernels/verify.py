@@ -1,0 +1,205 @@
+"""Verify a chain of draft tokens on one KDA layer: the fused lane, and the unfused pair with the same signature."""
+
+from __future__ import annotations
+
+import torch
+
+from kda_kernels import checks
+from kda_kernels._launch import contracts_conv, launch, resolve_config
+from kda_kernels._triton.verify import conv_kernel, verify_kernel
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.shapes import KdaShape, LaunchConfig
+
+DEFAULT_VERIFY_CONFIG = LaunchConfig(block_v=16, num_warps=4)
+CONV_BLOCK_CHANNELS = 256
+CONV_NUM_WARPS = 2
+
+
+def verify_fused(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    shape: KdaShape,
+    params: LayerParams,
+    state: LayerState,
+    record: Ring | Snapshots,
+    slots: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Verify T draft tokens of B requests in one kernel: conv, SiLU, gates, l2-norm, delta rule, record, windows.
+
+    Reads ``state.conv_state`` and ``state.ssm_state``, never writes them. Writes the output, ``state.conv_window``,
+    and the record: ring records 0..min(T, L)-1 of each slot, or each token's state snapshot. Bit-identical to
+    `verify_unfused` and, token by token, to ``draft_tokens=1``.
+
+    Args:
+        mixed_qkv: [B*T, D] bf16 or fp16, channels q (H*K) | k (H*K) | v (HV*V), before the conv. The row stride is
+            free. Request-major: row ``i*T + t`` is token t of batch position i; token 0 is the root (bonus) token.
+        a: [B*T, HV*K], raw gate input, dtype of mixed_qkv; row stride free.
+        b: [B*T, HV], raw beta logit, dtype of mixed_qkv; row stride free.
+        shape: head layout.
+        params: the layer's conv weights and gate parameters.
+        state: the layer's slot state and conv windows.
+        record: a `Ring` (ring mode) or `Snapshots` (snapshot mode) of the layer.
+        slots: [B] int32 or int64, slot of each batch position. -1 is padding: zero output rows, nothing else touched.
+            A value outside the pool is refused if the tensor is on the CPU; met on the device, the row is treated as
+            padded and counted in ``errors``.
+        draft_tokens: T >= 1, the root token included.
+        rows: [B] row of conv_window and snapshots for each batch position; None means 0..B-1.
+        config: launch configuration; any gives the same bits.
+        errors: counters from `new_error_counts`, or None to not count.
+        out: [B*T, HV, V] to write into, or None to allocate it.
+        workspace: [B*T, D] for the conv output of the unfused pair, which allocates it if None; unused here.
+
+    Returns:
+        [B*T, HV, V] in mixed_qkv's dtype; rows of padded positions are exactly 0.
+
+    Raises:
+        ValueError: an argument is refused; the message is that of `checks.verify_reason`.
+        TypeError: an argument is of the wrong class.
+
+    Formula: Kimi Linear (arXiv 2510.26692), equations of KDA in recurrent form; order of operations in docs/arithmetic.md.
+    """
+    _refuse(checks.verify_reason(
+        mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
+        draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
+    ))  # fmt: skip
+    if out is None:
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
+    _launch_verify(mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, True)
+    return out
+
+
+def verify_unfused(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    shape: KdaShape,
+    params: LayerParams,
+    state: LayerState,
+    record: Ring | Snapshots,
+    slots: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`verify_fused` in two kernels: the causal-conv update (SiLU, windows), then the gated delta-rule recurrence.
+
+    Arguments, result and errors are those of `verify_fused`. mixed_qkv is taken as it is: no transposed copies.
+    """
+    _refuse(checks.verify_reason(
+        mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
+        draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
+    ))  # fmt: skip
+    if out is None:
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
+    if workspace is None:
+        workspace = mixed_qkv.new_empty(mixed_qkv.shape)
+    num_rows = _num_rows(state, record)
+    _launch_conv(mixed_qkv, workspace, shape, params, state, slots, draft_tokens, rows, num_rows, config)
+    _launch_verify(workspace, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, False)
+    return out
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def _num_rows(state: LayerState, record: Ring | Snapshots) -> int:
+    """Rows that every row-indexed buffer has."""
+    rows = state.conv_window.shape[0]
+    return rows if isinstance(record, Ring) else min(rows, record.states.shape[0])
+
+
+def _launch_conv(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    shape: KdaShape,
+    params: LayerParams,
+    state: LayerState,
+    slots: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None,
+    num_rows: int,
+    config: LaunchConfig | None,
+) -> None:
+    d = shape.conv_dim
+    block_d = min(CONV_BLOCK_CHANNELS, d & -d)  # the largest power of two that divides D, a multiple of 64
+    launch(
+        conv_kernel,
+        slots.shape[0] * (d // block_d),
+        (
+            x, x.stride(0),
+            params.conv_weight, params.conv_bias,
+            state.conv_state, state.conv_state.stride(0),
+            state.conv_window, state.conv_window.stride(0),
+            y, slots, rows, None,
+            state.conv_state.shape[0], num_rows,
+        ),
+        device=x.device, num_warps=CONV_NUM_WARPS, pdl=config.pdl if config else None,
+        T=draft_tokens, D=d, BLOCK_D=block_d, HAS_BIAS=params.conv_bias is not None,
+        CONTRACT=contracts_conv(x.device), HAS_ROWS=rows is not None,
+    )  # fmt: skip
+
+
+def _launch_verify(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    shape: KdaShape,
+    params: LayerParams,
+    state: LayerState,
+    record: Ring | Snapshots,
+    slots: torch.Tensor,
+    draft_tokens: int,
+    rows: torch.Tensor | None,
+    config: LaunchConfig | None,
+    errors: torch.Tensor | None,
+    out: torch.Tensor,
+    fused: bool,
+) -> None:
+    config = resolve_config(config, DEFAULT_VERIFY_CONFIG, x.device)
+    block_v = min(config.block_v, shape.head_v_dim)
+    ring = record if isinstance(record, Ring) else None
+    snapshots = None if isinstance(record, Ring) else record.states
+    launch(
+        verify_kernel,
+        slots.shape[0] * shape.num_v_heads * (shape.head_v_dim // block_v),
+        (
+            x, x.stride(0),
+            params.conv_weight if fused else None, params.conv_bias if fused else None,
+            state.conv_state if fused else None, state.conv_state.stride(0),
+            state.conv_window if fused else None, state.conv_window.stride(0),
+            a, a.stride(0), b, b.stride(0),
+            params.A_log, params.dt_bias, 0.0 if params.lower_bound is None else float(params.lower_bound),
+            state.ssm_state, state.ssm_state.stride(0),
+            snapshots, 0 if snapshots is None else snapshots.stride(0),
+            *_ring_arguments(ring),
+            out, slots, rows, errors,
+            state.ssm_state.shape[0], _num_rows(state, record), params.scale_for(shape),
+        ),
+        device=x.device, num_warps=config.num_warps, pdl=config.pdl,
+        T=draft_tokens, L=ring.length if ring else 0,
+        H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim, BLOCK_V=block_v,
+        FUSED=fused, RING=ring is not None, HAS_BIAS=fused and params.conv_bias is not None,
+        SAFE_GATE=params.lower_bound is not None, CONTRACT=contracts_conv(x.device),
+        HAS_ROWS=rows is not None, COUNT=errors is not None,
+    )  # fmt: skip
+
+
+def _ring_arguments(ring: Ring | None) -> tuple[torch.Tensor | int | None, ...]:
+    """Each ring tensor and its slot pitch, in the kernel's order."""
+    if ring is None:
+        return (None, 0) * 4
+    return tuple(v for t in (ring.raw_v, ring.raw_k, ring.g, ring.beta) for v in (t, t.stride(0)))
