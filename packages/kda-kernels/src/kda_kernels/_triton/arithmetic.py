@@ -119,9 +119,15 @@ def beta_of(b):
 
 
 @triton.jit
+def inverse_norm(sum_of_squares):
+    """``1 / sqrt(sum(x^2) + 1e-6)``."""
+    return 1.0 / tl.sqrt(sum_of_squares + 1e-6)
+
+
+@triton.jit
 def l2_normalise(x):
     """``x * (1 / sqrt(sum(x^2) + 1e-6))`` over K. x: [R, K] fp32."""
-    return x * (1.0 / tl.sqrt(dot_k(x, x) + 1e-6))[:, None]
+    return x * inverse_norm(dot_k(x, x))[:, None]
 
 
 @triton.jit

@@ -1,0 +1,115 @@
+"""Argument sets for benchmarks and comparisons: one layer's verify with random inputs, built for several layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from kda_kernels import KdaShape, LayerParams, LayerState, Ring, Snapshots
+
+
+@dataclass(frozen=True)
+class VerifyProblem:
+    """Everything that one layer's verify takes, in the layouts of `kda_kernels.verify_fused`.
+
+    ``ring`` or ``snapshots`` may be None where the lanes compared do not need it.
+    """
+
+    shape: KdaShape
+    draft_tokens: int
+    mixed_qkv: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    params: LayerParams
+    state: LayerState
+    slots: torch.Tensor
+    ring: Ring | None
+    snapshots: Snapshots | None
+
+    @property
+    def batch(self) -> int:
+        """B, requests."""
+        return self.slots.shape[0]
+
+
+def random_params(
+    shape: KdaShape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    lower_bound: float | None = -5.0,
+    bias: bool = True,
+    weight_dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> LayerParams:
+    """Parameters at the scale of a trained layer: taps about 0.5, rates exp(A_log) in 1..16, dt_bias around -3."""
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    weight_dtype = dtype if weight_dtype is None else weight_dtype
+    hv, k = shape.num_v_heads, shape.head_k_dim
+    return LayerParams(
+        conv_weight=(normal(shape.conv_dim, 4) * 0.5).to(weight_dtype),
+        conv_bias=(normal(shape.conv_dim) * 0.1).to(weight_dtype) if bias else None,
+        A_log=torch.log(1 + 15 * torch.rand(hv, generator=generator, device=device)),
+        dt_bias=normal(hv * k) - 3.0,
+        lower_bound=lower_bound,
+    )
+
+
+def random_problems(
+    shape: KdaShape,
+    *,
+    layers: int,
+    batch: int,
+    draft_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    lower_bound: float | None = -5.0,
+    bias: bool = True,
+    weight_dtype: torch.dtype | None = None,
+    ring: bool = True,
+    snapshots: bool = False,
+    seed: int = 0,
+) -> list[VerifyProblem]:
+    """One problem per layer; the state, windows and records of all layers are views of common [layers, ...] tensors.
+
+    Slots are a random permutation of ``batch`` out of ``batch + 1``, int32 (the engines' index type). Random normal
+    inputs: never time on zeros, they hide faults and can run faster.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    tokens, hv, k = batch * draft_tokens, shape.num_v_heads, shape.head_k_dim
+    slots_total = batch + 1
+    state = LayerState.allocate(
+        shape, slots=slots_total, rows=batch, steps=draft_tokens, dtype=dtype, device=device, num_layers=layers
+    )
+    state.ssm_state.normal_(std=0.1, generator=generator)
+    state.conv_state.normal_(generator=generator)
+    rings = (
+        Ring.allocate(shape, slots=slots_total, length=draft_tokens, dtype=dtype, device=device, num_layers=layers)
+        if ring
+        else None
+    )
+    shots = (
+        Snapshots.allocate(shape, rows=batch, steps=draft_tokens, device=device, num_layers=layers)
+        if snapshots
+        else None
+    )
+    x = torch.empty(layers, tokens, shape.conv_dim, dtype=dtype, device=device).normal_(generator=generator)
+    a = torch.empty(layers, tokens, hv * k, dtype=dtype, device=device).normal_(generator=generator)
+    b = torch.empty(layers, tokens, hv, dtype=dtype, device=device).normal_(generator=generator)
+    permutation = torch.randperm(slots_total, generator=generator, device=device)
+    slots = permutation[:batch].to(torch.int32)
+    return [
+        VerifyProblem(
+            shape=shape, draft_tokens=draft_tokens, mixed_qkv=x[i], a=a[i], b=b[i],
+            params=random_params(
+                shape, dtype=dtype, device=device, lower_bound=lower_bound, bias=bias, weight_dtype=weight_dtype,
+                generator=generator,
+            ),
+            state=state.layer(i), slots=slots,
+            ring=rings.layer(i) if rings else None, snapshots=shots.layer(i) if shots else None,
+        )
+        for i in range(layers)
+    ]  # fmt: skip
