@@ -1,0 +1,167 @@
+"""`kda compile-report`: what the compiler makes of every kernel, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kda_tooling.compile_report import CompiledKernel, JobResult
+    from kda_tooling.compile_specs import Selection
+
+BUDGET = Path("benchmarks/compile-budget.json")
+PIPE_WIDTH = 170
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(
+        "compile-report",
+        epilog="Example: [bold]kda compile-report --target sm90 --kernel fused[/bold]. "
+        "After a change that is meant to cost more: [bold]kda compile-report --write-budget[/bold], then commit.",
+    )(compile_report)
+
+
+def compile_report(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="sm80, sm90, sm100, sm103, sm120, gfx942 or gfx950; repeatable. Default: all."),
+    ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="conv, recurrence, fused, fold, scatter_conv or scatter_snapshots; repeatable. Default: all."
+        ),
+    ] = None,
+    config: Annotated[
+        list[str] | None, typer.Option(help="Configuration as the table names it; repeatable. Default: all.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with the budget; exit 1 if anything exceeds it.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write-budget", help="Write what was measured, plus a small slack, as the new budget.")
+    ] = False,
+    budget: Annotated[Path, typer.Option(help="The budget file.")] = BUDGET,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Compiling processes; default: one per core.", min=1)] = None,
+) -> None:
+    """Compile every kernel ahead of time and show registers, spills, shared memory, shuffles and instructions.
+
+    Needs no GPU. Every configuration is also held to the rules that cost nothing to check: which buffers the code
+    writes, and what it reads before the PDL wait. Exit status 1: a rule, the budget or a compilation failed; 2: the
+    command could not do what was asked.
+    """
+    console = Console(stderr=True)
+    if check and write:
+        _refuse(console, "--check and --write-budget exclude each other: check first, then write if it is meant")
+
+    import triton
+
+    from kda_tooling.compile_budget import BudgetError, load_budget, over_budget, write_budget
+    from kda_tooling.compile_report import compiled_kernels
+    from kda_tooling.compile_specs import Selection
+
+    try:
+        selection = Selection(tuple(target or ()), tuple(kernel or ()), tuple(config or ()))
+        limits = load_budget(budget, triton.__version__) if check else {}
+    except ValueError as error:
+        _refuse(console, str(error))
+    start = time.perf_counter()
+    results = _compile_with_progress(console, selection, jobs)
+    seconds = time.perf_counter() - start
+    measured = compiled_kernels(results, selection)
+    problems = [f"{r.target} {r.config}: does not compile: {r.failure}" for r in results if r.failure]
+    problems += [f"{k.target} {k.kernel} {k.config}: {rule}" for k in measured for rule in k.broken]
+    if write and not problems:
+        try:
+            write_budget(budget, measured, triton.__version__, selection)
+        except BudgetError as error:
+            _refuse(console, str(error))
+    if check:
+        problems += over_budget(measured, limits, selection)
+    # A pipe or a CI log has no width of its own, and a table squeezed into 80 columns drops figures.
+    _print_tables(Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), measured)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_as_json(measured, problems, triton.__version__, seconds), indent=1) + "\n")
+    console.print(f"{len(measured)} kernels compiled with triton {triton.__version__} in {seconds:.0f} s")
+    if problems:
+        for problem in problems:
+            console.print(f"[red]{problem}[/red]", soft_wrap=True, highlight=False)
+        if check:
+            console.print(
+                "Undo the change that caused this, or, if it is worth its cost, write a new budget with "
+                "`kda compile-report --write-budget` and commit the diff.",
+                soft_wrap=True,
+            )
+        raise typer.Exit(1)
+    if check:
+        console.print(f"within the budget {budget}")
+    if write:
+        console.print(f"wrote {budget}")
+
+
+def _refuse(console: Console, reason: str) -> NoReturn:
+    console.print(f"[red]{reason}[/red]", soft_wrap=True, highlight=False)
+    raise typer.Exit(2)
+
+
+def _compile_with_progress(console: Console, selection: Selection, jobs: int | None) -> list[JobResult]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kda_tooling.compile_report import compile_all
+
+    columns = (
+        TextColumn("compiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        return compile_all(
+            selection,
+            jobs=jobs,
+            on_start=lambda total: progress.update(task, total=total),
+            on_done=lambda done: progress.update(task, advance=1, description=f"{done.target} {done.config}"),
+        )
+
+
+def _print_tables(console: Console, measured: list[CompiledKernel]) -> None:
+    for target in dict.fromkeys(one.target for one in measured):
+        table = Table(title=target, title_justify="left")
+        table.add_column("kernel", no_wrap=True)
+        table.add_column("configuration", no_wrap=True)
+        rows = [one for one in measured if one.target == target]
+        for figure in rows[0].stats.to_dict():
+            table.add_column(figure.replace("_", " "), justify="right")
+        for one in rows:
+            table.add_row(one.kernel, one.config, *(str(value) for value in one.stats.to_dict().values()))
+        console.print(table)
+
+
+def _as_json(measured: list[CompiledKernel], problems: list[str], version: str, seconds: float) -> dict[str, object]:
+    return {
+        "triton": version,
+        "seconds": round(seconds, 1),
+        "kernels": [
+            {
+                "target": k.target,
+                "kernel": k.kernel,
+                "config": k.config,
+                **k.stats.to_dict(),
+                "inspection": asdict(k.inspection) if k.inspection else None,
+            }
+            for k in measured
+        ],
+        "problems": problems,
+    }

@@ -1,0 +1,287 @@
+"""Which configurations are compiled ahead of time, as data, and how each one is asked for.
+
+One spec is one call of a public op on small CPU tensors; an unfused verify compiles two kernels. The set covers every
+kernel, record, gate, weight type, bias and head size on sm90 and the defaults on every other target; it is kept small
+enough that checking all of it takes about two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_kernels import (
+    KdaShape,
+    LaunchConfig,
+    LayerParams,
+    LayerState,
+    Ring,
+    Snapshots,
+    fold,
+    new_error_counts,
+    scatter_conv,
+    scatter_snapshots,
+    verify_fused,
+    verify_unfused,
+)
+from kda_kernels.aot import TARGETS
+from kda_kernels.commit import DEFAULT_FOLD_CONFIG
+from kda_kernels.verify import DEFAULT_VERIFY_CONFIG
+
+KERNELS = ("conv", "recurrence", "fused", "fold", "scatter_conv", "scatter_snapshots")
+"""Kernels by the name that the report, the budget and ``--kernel`` use."""
+
+_LABELS = {
+    ("verify_unfused", "conv_kernel"): "conv",
+    ("verify_unfused", "verify_kernel"): "recurrence",
+    ("verify_fused", "verify_kernel"): "fused",
+    ("fold", "fold_kernel"): "fold",
+    ("scatter_conv", "scatter_kernel"): "scatter_conv",
+    ("scatter_snapshots", "scatter_kernel"): "scatter_snapshots",
+}
+
+_SLOTS, _BATCH, _LAYERS = 4, 2, 2
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class CompileSpec:
+    """One op call to compile.
+
+    Args:
+        op: public op of kda_kernels.
+        record: "ring" or "snapshots" for verify, "" for the commit ops.
+        heads: (H, HV).
+        head_dim: K and V.
+        draft_tokens: T; the ring length too.
+        dtype: activation dtype, "bf16" or "fp16".
+        fp32_weight: conv weight (and bias) in fp32 instead of the activation dtype.
+        bias: with a conv bias.
+        safe_gate: the safe gate, else the standard one.
+        config: (block_v, num_warps), or None for the op's default.
+        pdl: None for the target's default, False for off.
+        track: commit ops: with tracking slots.
+        rows: with rows given, instead of 0..B-1.
+    """
+
+    op: str
+    record: str = ""
+    heads: tuple[int, int] = (8, 8)
+    head_dim: int = 128
+    draft_tokens: int = 4
+    dtype: str = "bf16"
+    fp32_weight: bool = False
+    bias: bool = True
+    safe_gate: bool = True
+    config: tuple[int, int] | None = None
+    pdl: bool | None = None
+    track: bool = False
+    rows: bool = False
+
+    @property
+    def name(self) -> str:
+        """The configuration's name in report and budget: record, sizes, then whatever is not the field's default."""
+        parts = [self.record, f"K{self.head_dim}", f"T{self.draft_tokens}"]
+        parts += ["H{}-HV{}".format(*self.heads) if self.heads != (8, 8) else ""]
+        parts += [self.dtype if self.dtype != "bf16" else "", "w32" if self.fp32_weight else ""]
+        parts += ["" if self.bias else "nobias", "" if self.safe_gate else "standard"]
+        parts += ["" if self.config is None else "v{}w{}".format(*self.config)]
+        parts += ["track" if self.track else "", "rows" if self.rows else "", "nopdl" if self.pdl is False else ""]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Kernels of `KERNELS` that this spec reports."""
+        own = tuple(label for (op, _), label in _LABELS.items() if op == self.op)
+        # The conv kernel knows nothing of the record or the state tile: it is reported with the ring and the default.
+        reports_conv = self.record == "ring" and self.config is None
+        return tuple(label for label in own if label != "conv" or reports_conv)
+
+    def label_of(self, kernel: str) -> str:
+        """The report's name of the Triton function ``kernel`` launched by this op. KeyError if it is a new one."""
+        return _LABELS[self.op, kernel]
+
+    def call(self) -> None:
+        """Call the op with small CPU tensors; inside `kda_kernels.aot.capture` this compiles its kernels."""
+        {"fold": _call_fold, "scatter_conv": _call_scatter, "scatter_snapshots": _call_scatter}.get(
+            self.op, _call_verify
+        )(self)
+
+
+def _shape(spec: CompileSpec) -> KdaShape:
+    return KdaShape(*spec.heads, spec.head_dim, spec.head_dim)
+
+
+def _config(spec: CompileSpec) -> LaunchConfig | None:
+    if spec.config is not None:
+        return LaunchConfig(*spec.config, pdl=spec.pdl)
+    default = DEFAULT_FOLD_CONFIG if spec.op == "fold" else DEFAULT_VERIFY_CONFIG
+    return None if spec.pdl is None else replace(default, pdl=spec.pdl)
+
+
+def _call_verify(spec: CompileSpec) -> None:
+    shape, dtype, steps = _shape(spec), _DTYPES[spec.dtype], spec.draft_tokens
+    tokens, (_, hv), k = _BATCH * steps, spec.heads, spec.head_dim
+    weight = torch.float32 if spec.fp32_weight else dtype
+    params = LayerParams(
+        conv_weight=torch.zeros(shape.conv_dim, 4, dtype=weight),
+        conv_bias=torch.zeros(shape.conv_dim, dtype=weight) if spec.bias else None,
+        A_log=torch.zeros(hv),
+        dt_bias=torch.zeros(hv * k),
+        lower_bound=-5.0 if spec.safe_gate else None,
+    )
+    record: Ring | Snapshots
+    if spec.record == "ring":
+        record = Ring.allocate(shape, slots=_SLOTS, length=steps, dtype=dtype, device="cpu")
+    else:
+        record = Snapshots.allocate(shape, rows=_BATCH, steps=steps, device="cpu")
+    op = verify_fused if spec.op == "verify_fused" else verify_unfused
+    op(
+        torch.zeros(tokens, shape.conv_dim, dtype=dtype),
+        torch.zeros(tokens, hv * k, dtype=dtype),
+        torch.zeros(tokens, hv, dtype=dtype),
+        shape=shape,
+        params=params,
+        state=LayerState.allocate(shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=dtype, device="cpu"),
+        record=record,
+        slots=torch.arange(_BATCH, dtype=torch.int32),
+        draft_tokens=steps,
+        rows=_rows(spec),
+        config=_config(spec),
+        errors=new_error_counts("cpu"),
+    )
+
+
+def _rows(spec: CompileSpec) -> torch.Tensor | None:
+    return torch.arange(_BATCH, dtype=torch.int32) if spec.rows else None
+
+
+def _tracking(spec: CompileSpec) -> dict[str, torch.Tensor]:
+    if not spec.track:
+        return {}
+    return {
+        "track_slots": torch.full((_BATCH,), -1, dtype=torch.int32),
+        "track_steps": torch.zeros(_BATCH, dtype=torch.int32),
+    }
+
+
+def _call_fold(spec: CompileSpec) -> None:
+    shape, steps = _shape(spec), spec.draft_tokens
+    ring = Ring.allocate(shape, slots=_SLOTS, length=steps, dtype=_DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS)
+    fold(
+        torch.zeros(_LAYERS, _SLOTS, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
+        ring,
+        shape=shape,
+        slots=torch.arange(_BATCH, dtype=torch.int32),
+        accept_lens=torch.ones(_BATCH, dtype=torch.int32),
+        draft_tokens=steps,
+        config=_config(spec),
+        errors=new_error_counts("cpu"),
+        **_tracking(spec),
+    )
+
+
+def _call_scatter(spec: CompileSpec) -> None:
+    shape, steps = _shape(spec), spec.draft_tokens
+    state = LayerState.allocate(
+        shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=_DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS
+    )
+    common: dict[str, Any] = {
+        "slots": torch.arange(_BATCH, dtype=torch.int32),
+        "accept_lens": torch.ones(_BATCH, dtype=torch.int32),
+        "draft_tokens": steps,
+        "rows": _rows(spec),
+        "errors": new_error_counts("cpu"),
+        "pdl": spec.pdl,
+        **_tracking(spec),
+    }
+    if spec.op == "scatter_conv":
+        scatter_conv(state.conv_state, state.conv_window, **common)
+    else:
+        snapshots = Snapshots.allocate(shape, rows=_BATCH, steps=steps, device="cpu", num_layers=_LAYERS)
+        scatter_snapshots(state.ssm_state, snapshots, **common)
+
+
+def _verify_specs(record: str, **knobs: Any) -> list[CompileSpec]:
+    return [CompileSpec(op, record, **knobs) for op in ("verify_fused", "verify_unfused")]
+
+
+_OTHER: dict[str, Any] = {"head_dim": 64, "dtype": "fp16", "fp32_weight": True, "bias": False, "safe_gate": False}
+"""The other value of every yes-or-no choice, in one configuration."""
+
+_EVERYWHERE = [
+    *_verify_specs("ring"),
+    *_verify_specs("snapshots"),
+    CompileSpec("verify_fused", "ring", **_OTHER),
+    CompileSpec("fold"),
+    CompileSpec("scatter_conv"),
+    CompileSpec("scatter_snapshots"),
+]
+
+_SM90 = [
+    CompileSpec("verify_unfused", "ring", **_OTHER),
+    *_verify_specs("snapshots", **_OTHER),
+    *_verify_specs("ring", draft_tokens=1),
+    *_verify_specs("snapshots", draft_tokens=1),
+    *_verify_specs("ring", draft_tokens=8),
+    *_verify_specs("ring", heads=(4, 8)),
+    *_verify_specs("ring", config=(8, 1)),
+    *_verify_specs("ring", config=(32, 8)),
+    *_verify_specs("ring", pdl=False),
+    CompileSpec("verify_fused", "snapshots", rows=True),
+    CompileSpec("fold", head_dim=64, dtype="fp16"),
+    CompileSpec("fold", draft_tokens=8, track=True),
+    CompileSpec("fold", config=(8, 1)),
+    CompileSpec("fold", config=(32, 8)),
+    CompileSpec("fold", pdl=False),
+    CompileSpec("scatter_conv", track=True),
+    CompileSpec("scatter_conv", pdl=False),
+    CompileSpec("scatter_snapshots", track=True, rows=True),
+]
+
+SPECS: dict[str, tuple[CompileSpec, ...]] = {
+    target: tuple(_EVERYWHERE + (_SM90 if target == "sm90" else [])) for target in TARGETS
+}
+"""Target -> what is compiled for it."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to compile: targets, kernels and configuration names; an empty tuple means all of them.
+
+    Raises:
+        ValueError: a name is not known.
+    """
+
+    targets: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        every_config = tuple(dict.fromkeys(spec.name for specs in SPECS.values() for spec in specs))
+        known = {"target": tuple(SPECS), "kernel": KERNELS, "config": every_config}
+        for (kind, names), given in zip(known.items(), (self.targets, self.kernels, self.configs), strict=True):
+            for one in given:
+                if one not in names:
+                    raise ValueError(f"{kind} must be one of {', '.join(names)}; got {one!r}")
+
+    @property
+    def everything(self) -> bool:
+        """Nothing is left out."""
+        return not (self.targets or self.kernels or self.configs)
+
+    def covers(self, target: str, kernel: str, config: str) -> bool:
+        """Whether this kernel in this configuration was asked for."""
+        asked = ((self.targets, target), (self.kernels, kernel), (self.configs, config))
+        return all(not names or one in names for names, one in asked)
+
+    def specs(self) -> list[tuple[str, int]]:
+        """(target, index into ``SPECS[target]``) of every spec with a kernel that was asked for, in that order."""
+        return [
+            (target, index)
+            for target, specs in SPECS.items()
+            for index, spec in enumerate(specs)
+            if any(self.covers(target, label, spec.name) for label in spec.labels)
+        ]
