@@ -137,11 +137,13 @@ def _compile_with_progress(console: Console, selection: Selection, jobs: int | N
 
 
 def _print_tables(console: Console, measured: list[CompiledKernel]) -> None:
+    from kda_tooling.compile_specs import KERNELS
+
     for target in dict.fromkeys(one.target for one in measured):
         table = Table(title=target, title_justify="left")
         table.add_column("kernel", no_wrap=True)
         table.add_column("configuration", no_wrap=True)
-        rows = [one for one in measured if one.target == target]
+        rows = sorted((one for one in measured if one.target == target), key=lambda one: KERNELS.index(one.kernel))
         for figure in rows[0].stats.to_dict():
             table.add_column(figure.replace("_", " "), justify="right")
         for one in rows:
