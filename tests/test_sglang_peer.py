@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kda_kernels import KdaShape, Ring, fold, scatter_conv, verify_fused, verify_unfused
+from kda_kernels import KdaShape, fold, scatter_conv, verify_fused, verify_unfused
 from kda_tooling.peers import load_peer
 from kda_tooling.peers.sglang import SglangPeer
 from kda_tooling.problem import VerifyProblem, random_problems
+
+from tests.support.bits import as_bits
 
 RING_FIELDS = ("raw_v", "raw_k", "g", "beta")
 SGLANG = Path(os.environ.get("KDA_SGLANG", Path(__file__).parents[1] / "peer"))
@@ -37,10 +39,6 @@ def _peer() -> SglangPeer:
     return peer
 
 
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
-
-
 def _record(problem: VerifyProblem) -> dict[str, torch.Tensor]:
     assert problem.ring is not None
     found = {f"ring.{name}": getattr(problem.ring, name).clone() for name in RING_FIELDS}
@@ -62,7 +60,7 @@ def test_rings_and_windows_equal_sglangs_bit_for_bit(case: str) -> None:
     problem = random_problems(
         shape, layers=1, batch=batch, draft_tokens=tokens, dtype=dtype, device="cuda", lower_bound=lower_bound,
         bias=bias, weight_dtype=weight_dtype,
-    )[0]  # fmt: skip
+    ).layers[0]  # fmt: skip
     conv_state = problem.state.conv_state.clone()
     common = {
         "shape": shape, "params": problem.params, "state": problem.state, "record": problem.ring,
@@ -80,8 +78,8 @@ def test_rings_and_windows_equal_sglangs_bit_for_bit(case: str) -> None:
         records[f"sglang {name}"] = _record(problem)
     for name, record in records.items():
         for field, tensor in record.items():
-            assert torch.equal(_bits(tensor), _bits(records["fused"][field])), f"{field} of {name}"
-    assert torch.equal(_bits(outputs["fused"]), _bits(outputs["unfused"]))
+            assert torch.equal(as_bits(tensor), as_bits(records["fused"][field])), f"{field} of {name}"
+    assert torch.equal(as_bits(outputs["fused"]), as_bits(outputs["unfused"]))
     for name, out in outputs.items():
         # Different summation orders over K: fp32 rounding, then at most a flip of the last 16-bit place on o(1) values.
         difference = (out.float() - outputs["fused"].float()).norm() / outputs["fused"].float().norm()
@@ -101,20 +99,18 @@ def test_a_ring_written_by_sglang_folds_here_to_the_state_its_own_fold_commits()
         shape, layers=layers, batch=4, draft_tokens=tokens, dtype=torch.bfloat16, device="cuda"
     )
     peer = _peer()
-    for problem in problems:
+    for problem in problems.layers:
         peer.verify_fused(problem, 16)
-    rings = [p.ring for p in problems]
-    ring = Ring(*(torch.stack([getattr(r, name) for r in rings]) for name in RING_FIELDS))
-    windows = torch.stack([p.state.conv_window for p in problems])
+    assert problems.ring is not None
     accept_lens = torch.tensor([accept, 1, tokens, 0], dtype=torch.int32, device="cuda")
-    slots = problems[0].slots
-    states = {who: torch.stack([p.state.ssm_state for p in problems]) for who in ("ours", "sglang")}
-    convs = {who: torch.stack([p.state.conv_state for p in problems]) for who in ("ours", "sglang")}
+    slots = problems.layers[0].slots
+    states = {who: problems.state.ssm_state.clone() for who in ("ours", "sglang")}
+    convs = {who: problems.state.conv_state.clone() for who in ("ours", "sglang")}
     before = states["ours"].clone()
-    fold(states["ours"], ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=tokens)
-    scatter_conv(convs["ours"], windows, slots=slots, accept_lens=accept_lens, draft_tokens=tokens)
-    peer.commit(states["sglang"], ring, convs["sglang"], windows, slots, accept_lens)
-    assert torch.equal(_bits(convs["ours"]), _bits(convs["sglang"]))
+    fold(states["ours"], problems.ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=tokens)
+    scatter_conv(convs["ours"], problems.state.conv_window, slots=slots, accept_lens=accept_lens, draft_tokens=tokens)
+    peer.commit(states["sglang"], problems.ring, convs["sglang"], problems.state.conv_window, slots, accept_lens)
+    assert torch.equal(as_bits(convs["ours"]), as_bits(convs["sglang"]))
     relative = (states["ours"] - states["sglang"]).norm() / states["sglang"].norm()
     assert relative < 1e-6
     assert (states["ours"] - before).norm() > 0.01 * before.norm()

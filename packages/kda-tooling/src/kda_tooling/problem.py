@@ -32,6 +32,16 @@ class VerifyProblem:
         return self.slots.shape[0]
 
 
+@dataclass(frozen=True)
+class Problems:
+    """The same verify for several layers: one problem a layer, all of them views of common [layers, ...] tensors."""
+
+    layers: list[VerifyProblem]
+    state: LayerState
+    ring: Ring | None
+    snapshots: Snapshots | None
+
+
 def random_params(
     shape: KdaShape,
     *,
@@ -72,8 +82,8 @@ def random_problems(
     ring: bool = True,
     snapshots: bool = False,
     seed: int = 0,
-) -> list[VerifyProblem]:
-    """One problem per layer; the state, windows and records of all layers are views of common [layers, ...] tensors.
+) -> Problems:
+    """Problems of ``layers`` layers with random inputs.
 
     Slots are a random permutation of ``batch`` out of ``batch + 1``, int32 (the engines' index type). Random normal
     inputs: never time on zeros, they hide faults and can run faster.
@@ -101,7 +111,7 @@ def random_problems(
     b = torch.empty(layers, tokens, hv, dtype=dtype, device=device).normal_(generator=generator)
     permutation = torch.randperm(slots_total, generator=generator, device=device)
     slots = permutation[:batch].to(torch.int32)
-    return [
+    problems = [
         VerifyProblem(
             shape=shape, draft_tokens=draft_tokens, mixed_qkv=x[i], a=a[i], b=b[i],
             params=random_params(
@@ -113,3 +123,4 @@ def random_problems(
         )
         for i in range(layers)
     ]  # fmt: skip
+    return Problems(problems, state, rings, shots)

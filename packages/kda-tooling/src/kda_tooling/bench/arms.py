@@ -1,0 +1,118 @@
+"""The arms of a comparison: our lanes with a launch configuration, and a peer's, as functions of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from kda_backend import LANES, lane_mode
+from kda_kernels import (
+    KdaShape,
+    LaunchConfig,
+    fold,
+    scatter_conv,
+    scatter_snapshots,
+    verify_fused,
+    verify_unfused,
+)
+from kda_kernels.shapes import SUPPORTED_BLOCK_V, SUPPORTED_NUM_WARPS
+
+from kda_tooling.peers import Peer
+from kda_tooling.problem import Problems, VerifyProblem
+
+OURS = "kda"
+MAX_STATE_REGISTERS = 128
+"""Configurations whose state tile takes more registers per thread than this are not swept: they spill."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One measured variant.
+
+    Args:
+        name: unique in the run, e.g. "kda fused+ring" or "sglang fused+ring bv16".
+        owner: "kda" or the peer's name.
+        lane: one of `kda_backend.LANES`.
+        mode: "ring" or "snapshots": what the arm records and commits.
+        verify: runs one layer's verify; returns [B*T, HV, V].
+        commit: commits all layers of ``problems`` in place.
+    """
+
+    name: str
+    owner: str
+    lane: str
+    mode: str
+    verify: Callable[[VerifyProblem], torch.Tensor]
+    commit: Callable[[Problems, torch.Tensor], None]
+
+
+def launch_configs(shape: KdaShape) -> list[LaunchConfig]:
+    """Every launch configuration that can be named for ``shape`` and keeps its state tile in registers."""
+    return [
+        LaunchConfig(block_v=block_v, num_warps=warps)
+        for block_v in SUPPORTED_BLOCK_V
+        for warps in SUPPORTED_NUM_WARPS
+        if block_v <= shape.head_v_dim and block_v * shape.head_k_dim // (32 * warps) <= MAX_STATE_REGISTERS
+    ]
+
+
+def _verify(lane: str, config: LaunchConfig | None) -> Callable[[VerifyProblem], torch.Tensor]:
+    op = verify_fused if lane.startswith("fused") else verify_unfused
+
+    def run(p: VerifyProblem) -> torch.Tensor:
+        record = p.ring if lane_mode(lane) == "ring" else p.snapshots
+        if record is None:
+            raise ValueError(f"the problem holds no record for lane {lane}")
+        return op(
+            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=record, slots=p.slots,
+            draft_tokens=p.draft_tokens, config=config,
+        )  # fmt: skip
+
+    return run
+
+
+def _commit(mode: str) -> Callable[[Problems, torch.Tensor], None]:
+    def run(problems: Problems, accept_lens: torch.Tensor) -> None:
+        first = problems.layers[0]
+        common = {"slots": first.slots, "accept_lens": accept_lens, "draft_tokens": first.draft_tokens}
+        if mode == "ring" and problems.ring is not None:
+            fold(problems.state.ssm_state, problems.ring, shape=first.shape, **common)  # type: ignore[arg-type]
+        elif problems.snapshots is not None:
+            scatter_snapshots(problems.state.ssm_state, problems.snapshots, **common)  # type: ignore[arg-type]
+        scatter_conv(problems.state.conv_state, problems.state.conv_window, **common)  # type: ignore[arg-type]
+
+    return run
+
+
+def our_arms(shape: KdaShape, lanes: Iterable[str], sweep_configs: bool) -> list[Arm]:
+    """Our lanes, in the default configuration or (fused lanes) in every one."""
+    arms = []
+    for lane in lanes:
+        if lane not in LANES:
+            raise ValueError(f"mode must be one of {', '.join(LANES)}; got {lane!r}")
+        mode = lane_mode(lane)
+        configs: list[LaunchConfig | None] = [None]
+        if sweep_configs and lane.startswith("fused"):
+            configs += launch_configs(shape)
+        for config in configs:
+            suffix = f" bv{config.block_v}.w{config.num_warps}" if config else ""
+            arms.append(Arm(f"{OURS} {lane}{suffix}", OURS, lane, mode, _verify(lane, config), _commit(mode)))
+    return arms
+
+
+def peer_arms(peer: Peer, problem: VerifyProblem) -> list[Arm]:
+    """The peer's lanes that take ``problem``."""
+
+    def commit(problems: Problems, accept_lens: torch.Tensor) -> None:
+        if problems.ring is None:
+            raise ValueError("the problem holds no ring")
+        peer.commit(
+            problems.state.ssm_state, problems.ring, problems.state.conv_state, problems.state.conv_window, problems.layers[0].slots,
+            accept_lens,
+        )  # fmt: skip
+
+    return [
+        Arm(f"{peer.name} {name}", peer.name, name.split()[0], "ring", verify, commit)
+        for name, verify in peer.verify_arms(problem).items()
+    ]

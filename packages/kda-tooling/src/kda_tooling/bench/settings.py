@@ -1,0 +1,96 @@
+"""What a sweep is asked to do, checked before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from kda_backend import LANES
+from kda_kernels import KdaShape
+
+from kda_tooling.bench.results import KINDS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_BATCH = 4096
+MAX_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """Settings of a sweep.
+
+    Args:
+        modes: lanes to measure, of `kda_backend.LANES`.
+        batch_sizes, draft_tokens: the cells are their product.
+        shape: head layout.
+        dtype: "bf16" or "fp16".
+        lower_bound: None for the standard gate, else below 0.
+        bias: whether the conv has a bias.
+        kind: "verify", "round" or "commit".
+        accept: accept length of commits; None means T - 1 (at least 1).
+        sweep_configs: measure the fused lanes in every launch configuration.
+        hot: one argument set over and over, instead of rotating past the L2.
+        passes: interleaved passes.
+        peers: NAME=PATH of other projects' kernels.
+        seed: of the random inputs.
+
+    Raises:
+        ValueError: a value is unknown, below its least, or impossible; the message names the option.
+    """
+
+    modes: tuple[str, ...] = LANES
+    batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
+    draft_tokens: tuple[int, ...] = (4,)
+    shape: KdaShape = KdaShape(8, 8, 128, 128)
+    dtype: str = "bf16"
+    lower_bound: float | None = -5.0
+    bias: bool = True
+    kind: str = "verify"
+    accept: int | None = None
+    sweep_configs: bool = False
+    hot: bool = False
+    passes: int = 9
+    peers: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [mode for mode in self.modes if mode not in LANES]
+        if unknown or not self.modes:
+            raise ValueError(f"--modes must name some of {', '.join(LANES)}; got {', '.join(unknown) or 'none'}")
+        for option, values, most in (
+            ("--batch-sizes", self.batch_sizes, MAX_BATCH), ("--draft-tokens", self.draft_tokens, MAX_DRAFT_TOKENS),
+        ):  # fmt: skip
+            wrong = [str(value) for value in values if not 1 <= value <= most]
+            if wrong or not values:
+                raise ValueError(f"{option} must be within 1..{most}; got {', '.join(wrong) or 'none'}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.lower_bound is not None and not self.lower_bound < 0:
+            raise ValueError(f"--lower-bound must be below 0, or 'none' for the standard gate; got {self.lower_bound}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        if self.passes < 3 or self.passes % 2 == 0:
+            raise ValueError(f"--passes must be odd and at least 3, so that the median is a pass; got {self.passes}")
+        if self.accept is not None and not 1 <= self.accept <= min(self.draft_tokens):
+            raise ValueError(
+                f"--accept must be within 1..{min(self.draft_tokens)} (the smallest draft length); got {self.accept}"
+            )
+        for spec in self.peers:
+            name, separator, path = spec.partition("=")
+            if not separator or not name or not Path(path).is_dir():
+                raise ValueError(f"--peer must be NAME=FOLDER of an existing folder; got {spec!r}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The activation dtype."""
+        return DTYPES[self.dtype]
+
+    def accept_for(self, draft_tokens: int) -> int:
+        """Accept length of commits at ``draft_tokens``."""
+        return max(1, draft_tokens - 1) if self.accept is None else self.accept
+
+    def cells(self) -> list[tuple[int, int]]:
+        """(T, B) in the order of measurement."""
+        return list(itertools.product(self.draft_tokens, self.batch_sizes))

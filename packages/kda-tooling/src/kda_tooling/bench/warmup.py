@@ -1,0 +1,65 @@
+"""Compile what a sweep will launch, in parallel: each worker process fills Triton's disk cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from kda_tooling.bench.settings import SweepSettings
+
+
+def _compile_arm(settings: SweepSettings, draft_tokens: int, batch: int, index: int) -> str:
+    """Run arm ``index`` of a cell once, on one layer; returns its name."""
+    import torch
+
+    from kda_tooling.bench.sweep import build_arms, build_problems
+    from kda_tooling.peers import load_peer
+
+    problems = build_problems(settings, draft_tokens, batch, 1, "cuda")
+    peers = [load_peer(spec) for spec in settings.peers]
+    arm = build_arms(settings, problems.layers[0], peers)[index]
+    arm.verify(problems.layers[0])
+    if settings.kind != "verify":
+        accept = settings.accept_for(draft_tokens)
+        arm.commit(problems, torch.full((batch,), accept, dtype=torch.int32, device="cuda"))
+    torch.cuda.synchronize()
+    return arm.name
+
+
+def compile_jobs(settings: SweepSettings, arm_owners: dict[int, list[str]]) -> list[tuple[int, int, int]]:
+    """(T, B, arm index) of every compilation that may differ.
+
+    ``arm_owners``: T -> owner of each arm. Our kernels never specialise on the batch size, so the smallest one stands
+    for all; a peer's may, so each batch size is compiled.
+    """
+    jobs = []
+    for draft_tokens, owners in arm_owners.items():
+        for index, owner in enumerate(owners):
+            batches = [min(settings.batch_sizes)] if owner == "kda" else list(settings.batch_sizes)
+            jobs += [(draft_tokens, batch, index) for batch in batches]
+    return jobs
+
+
+def compile_all(
+    settings: SweepSettings,
+    jobs: list[tuple[int, int, int]],
+    on_done: Callable[[str], None],
+    workers: int | None = None,
+) -> None:
+    """Compile ``jobs`` over the machine's cores; ``on_done(arm name)`` after each.
+
+    Raises:
+        Exception: whatever a compilation raised; the others are cancelled.
+    """
+    count = max(1, min(workers or (os.cpu_count() or 2) - 2, 14, len(jobs)))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        futures = [pool.submit(_compile_arm, settings, *job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                on_done(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,196 @@
+"""`kda sweep` and `kda report`: measure every lane beside peers and the byte floor; show a stored measurement."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kda_tooling.commands.many_values import ManyValuesCommand
+from kda_tooling.commands.options import interpreter_chosen, refuse
+
+if TYPE_CHECKING:
+    from kda_tooling.bench.results import SweepResult
+    from kda_tooling.bench.settings import SweepSettings
+
+ALL_MODES = ("unfused", "unfused+ring", "fused", "fused+ring")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command(
+        cls=ManyValuesCommand,
+        epilog="Examples: [bold]kda sweep[/bold], [bold]kda sweep --batch-sizes 1 4 16 64 --draft-tokens 4 8 "
+        "--peer sglang=peer --json sweep.json --plot sweep.png[/bold], [bold]kda sweep --round --modes fused+ring "
+        "unfused+ring[/bold]",
+    )(sweep)
+    app.command(
+        epilog="Example: [bold]kda report benchmarks/measured/h200.json --readme README.md --plot docs/sweep.png[/bold]"
+    )(report)
+
+
+def _require_gpu() -> None:
+    instead = "Without a GPU use 'kda demo' (kernels interpreted) or 'nox -s compile' (kernels compiled ahead)."
+    if interpreter_chosen():
+        raise typer.BadParameter(f"TRITON_INTERPRET is set: a sweep times compiled kernels; unset it. {instead}")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter(f"a sweep needs a CUDA device and torch sees none here. {instead}")
+
+
+def _lower_bound(value: str) -> float | None:
+    if value.lower() in ("none", "standard"):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise refuse("--lower-bound", f"{value!r} is neither a number nor 'none'.") from None
+
+
+def sweep(
+    modes: Annotated[list[str], typer.Option(help=f"Lanes to measure: {', '.join(ALL_MODES)}.")] = list(ALL_MODES),  # noqa: B006 - typer reads the default once
+    batch_sizes: Annotated[list[int], typer.Option(help="Requests per batch, B.")] = [1, 4, 16, 64],  # noqa: B006
+    draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T.")] = [4],  # noqa: B006
+    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
+    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
+    head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
+    head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
+    lower_bound: Annotated[str, typer.Option(help="Safe gate's bound, below 0; 'none' for the standard gate.")] = "-5.0",
+    dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
+    bias: Annotated[bool, typer.Option(help="Conv bias.")] = True,
+    sweep_bv: Annotated[bool, typer.Option("--sweep-bv", help="All launch configurations of the fused lanes.")] = False,
+    round_: Annotated[
+        bool, typer.Option("--round", help="Time verify on every layer plus one all-layer commit.")
+    ] = False,
+    commit: Annotated[bool, typer.Option("--commit", help="Time the all-layer commit alone.")] = False,
+    accept: Annotated[int | None, typer.Option(help="Accept length of commits; default: T - 1.")] = None,
+    hot: Annotated[
+        bool, typer.Option("--hot/--cold", help="One argument set over and over, or rotate past 3x the L2 (default).")
+    ] = False,
+    passes: Annotated[int, typer.Option(help="Interleaved passes, odd.")] = 9,
+    peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    every_arm: Annotated[bool, typer.Option("--every-arm", help="Print all arms, not each lane's fastest.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the results here ('-': standard output).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency against batch size here (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Time verify lanes, rounds or commits on this GPU: bits checked first, arms interleaved, L2 cold, floor beside."""
+    from kda_kernels import KdaShape
+
+    from kda_tooling.bench.settings import SweepSettings
+    from kda_tooling.peers import load_peer
+
+    if round_ and commit:
+        raise refuse("--round", "times verify plus commit, --commit the commit alone: give one of them.")
+    bound = _lower_bound(lower_bound)
+    try:
+        settings = SweepSettings(
+            modes=tuple(dict.fromkeys(modes)), batch_sizes=tuple(sorted(set(batch_sizes))),
+            draft_tokens=tuple(sorted(set(draft_tokens))),
+            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
+            dtype=dtype, lower_bound=bound, bias=bias, kind="round" if round_ else "commit" if commit else "verify",
+            accept=accept, sweep_configs=sweep_bv, hot=hot, passes=passes, peers=tuple(peer), seed=seed,
+        )  # fmt: skip
+        for spec in settings.peers:
+            load_peer(spec)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
+            raise refuse(option, f"the folder {path.absolute().parent} does not exist.")
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise refuse("--plot", f"{plot} must end in .png, .svg or .pdf.")
+    _require_gpu()
+    result = _measure(settings)
+    if json is not None and str(json) != "-":
+        json.write_text(result.to_json() + "\n")
+    _show(result, every_arm or sweep_bv, to_stderr=str(json) == "-")
+    if plot is not None:
+        from kda_tooling.bench.report import plot as draw
+
+        draw(result, plot)
+    if str(json) == "-":
+        typer.echo(result.to_json())
+
+
+def _measure(settings: SweepSettings) -> SweepResult:
+    """Compile in parallel, then measure, with a progress bar each; exits with 1 where the bits differ."""
+    from rich.progress import Progress
+
+    from kda_tooling.bench.sweep import BitsDifferError, build_arms, build_problems, run_sweep
+    from kda_tooling.bench.warmup import compile_all, compile_jobs
+    from kda_tooling.peers import load_peer
+
+    console = Console(stderr=True)
+    peers = [load_peer(spec) for spec in settings.peers]
+    owners = {
+        t: [arm.owner for arm in build_arms(settings, build_problems(settings, t, 1, 1, "cuda").layers[0], peers)]
+        for t in settings.draft_tokens
+    }
+    jobs = compile_jobs(settings, owners)
+    started = time.monotonic()
+    with Progress(console=console) as progress:
+        task = progress.add_task(f"compiling {len(jobs)} variants", total=len(jobs))
+        compile_all(settings, jobs, on_done=lambda name: progress.advance(task))
+    compiled = time.monotonic()
+    with Progress(console=console) as progress:
+        cells = settings.cells()
+        task = progress.add_task("measuring", total=len(cells))
+
+        def on_cell(draft_tokens: int, batch: int) -> None:
+            progress.update(
+                task, description=f"measuring T = {draft_tokens}, B = {batch}",
+                completed=cells.index((draft_tokens, batch)),
+            )  # fmt: skip
+
+        try:
+            result = run_sweep(settings, on_cell)
+        except BitsDifferError as error:
+            console.print(f"[red]Bits differ, nothing was timed:[/red] {error}")
+            raise typer.Exit(1) from None
+        progress.update(task, completed=len(cells))
+    console.print(f"compiled in {compiled - started:.0f} s, measured in {time.monotonic() - compiled:.0f} s")
+    return result
+
+
+def _show(result: SweepResult, every_arm: bool, to_stderr: bool = False) -> None:
+    from kda_tooling.bench.report import header, tables
+
+    console = Console(stderr=to_stderr)
+    if not console.is_terminal:
+        console = Console(stderr=to_stderr, width=200)
+    console.print(header(result))
+    for table in tables(result, every_arm):
+        console.print(table)
+
+
+def report(
+    results: Annotated[Path, typer.Argument(help="JSON file that kda sweep wrote.", exists=True, dir_okay=False)],
+    every_arm: Annotated[bool, typer.Option("--every-arm", help="Print all arms, not each lane's fastest.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the picture here.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="Replace the results table between this file's markers.", exists=True)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Show a stored sweep as tables; redraw its picture; renew the README's table from it."""
+    from kda_tooling.bench.markdown import replace_results
+    from kda_tooling.bench.report import plot as draw
+    from kda_tooling.bench.results import load_results
+
+    try:
+        result = load_results(results)
+        if readme is not None:
+            readme.write_text(replace_results(readme.read_text(), result, results))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if plot is not None:
+        draw(result, plot)
+    if json:
+        typer.echo(result.to_json())
+    else:
+        _show(result, every_arm)
