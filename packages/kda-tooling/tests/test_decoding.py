@@ -38,7 +38,7 @@ def requests_after_prompt(tiny: KdaLanguageModel) -> list[RequestState]:
     return [ingest(model, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 12, 16, 33], ids=lambda n: f"rows{n}")
+@pytest.mark.parametrize("rows", [1, 3, 12, 16, 33, pytest.param(64, marks=pytest.mark.gpu)], ids=lambda n: f"rows{n}")
 def test_a_rows_result_depends_on_no_other_row(rows: int, device: str) -> None:
     model = make_model(ModelConfig()).to(device)
     blocks = RowBlocks.for_device(device)

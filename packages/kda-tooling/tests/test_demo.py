@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 import kda_backend
 from kda_tooling import demo as demo_module
 from kda_tooling.cli import app
-from kda_tooling.commands.demo import ALL_LANES
+from kda_tooling.commands.demo import ALL_LANES, ASSETS
+from kda_tooling.corpus import HELD_OUT, read_held_out
 from kda_tooling.decoding import Decoded
 from kda_tooling.model import MAX_ASSET_BYTES, KdaLanguageModel, ModelConfig, load_model, save_model, shipped_tensors
+from kda_tooling.training import bits_of
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 
@@ -139,6 +141,38 @@ def test_a_differing_lane_exits_with_1(
         assert report["identical"] == {lane: not (broken == "text" and lane == "fused") for lane in ALL_LANES}
     else:
         assert ("NO" in result.output) == (broken != "faults")
+
+
+def test_the_packaged_model_is_real_and_has_not_seen_the_prompts() -> None:
+    model, metadata = load_model(ASSETS / "demo_model.safetensors")
+    assert (ASSETS / "demo_model.safetensors").stat().st_size <= MAX_ASSET_BYTES
+    bits = metadata["bits_per_byte"]
+    assert bits["model"] < 0.75 * bits["byte_3gram"]
+    assert set(HELD_OUT) == set(metadata["held_out_modules"])
+    # The shipped weights still are what was measured: one module, far below any 3-gram (2.7), near the mean (1.6).
+    text = read_held_out("shlex")
+    assert text is not None
+    assert bits_of(model, [text[:4096]]) / 4096 < 1.9
+
+
+def test_the_packaged_model_speculates(device: str) -> None:
+    arguments = ["--prompts", "1", "--prompt-bytes", "200", "--bytes", "8", "--lanes", "fused+ring"]
+    result = runner.invoke(app, ["demo", *arguments, "--device", device, "--processes", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["identical"] == {"fused+ring": True}
+
+
+@pytest.mark.gpu
+def test_the_whole_demo_on_a_gpu() -> None:
+    result = runner.invoke(app, ["demo", "--device", "cuda", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["kernels"] == "compiled"
+    for lane in ALL_LANES:
+        accepted = report["lanes"][lane]["accepted_per_round"]
+        assert accepted["1"] > 0, "no draft fails"
+        assert accepted["2"] + accepted["3"] > 0, "no draft is accepted in part"
+        assert accepted["4"] > 0, "no draft is accepted whole"
 
 
 def test_training_writes_a_model_that_loads_and_its_measurements(tmp_path: Path) -> None:

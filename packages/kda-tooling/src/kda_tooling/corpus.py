@@ -10,14 +10,14 @@ DOCUMENT_START = 0
 """Byte put in front of every document; it does not occur in Python source."""
 
 HELD_OUT = (
-    "textwrap",
     "shlex",
     "csv",
+    "calendar",
+    "textwrap",
     "queue",
     "statistics",
     "heapq",
     "bisect",
-    "calendar",
     "fractions",
     "colorsys",
     "string",

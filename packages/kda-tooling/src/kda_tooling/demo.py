@@ -22,6 +22,7 @@ import triton
 
 from kda_kernels import Ring, Snapshots
 from kda_kernels.interpreter import is_interpreted
+from kda_tooling import interpreter_memo
 from kda_tooling.decoding import ACTIVATION_DTYPE, PLAIN_LANE, Decoded, Decoder, RequestState, ingest, kda_shape
 from kda_tooling.model import load_model
 from kda_tooling.prompts import Prompt
@@ -158,6 +159,7 @@ def _decode_all(settings: DemoSettings, requests: Sequence[RequestState], on_pro
     processes = min(processes, len(runs)) if settings.device == "cpu" else 1
     if processes > 1:
         return _decode_in_processes(settings.weights, runs, requests, processes, on_progress)
+    interpreter_memo.install()
     model, _ = load_model(settings.weights, settings.device)
     decoder = Decoder(model, settings.device)
     results = {}
@@ -174,6 +176,7 @@ _progress_queue: Any = None
 def _start_worker(queue: Any) -> None:
     global _progress_queue
     _progress_queue = queue
+    interpreter_memo.install()
     torch.set_num_threads(1)
 
 

@@ -11,7 +11,7 @@ class PromptLookupDrafter:
     just drafted, so that a repeating text is continued in its period. No occurrence, no draft.
     """
 
-    def __init__(self, text: bytes = b"", *, shortest: int = 4, longest: int = 12) -> None:
+    def __init__(self, text: bytes = b"", *, shortest: int = 3, longest: int = 12) -> None:
         """Start with ``text``. Raises ``ValueError`` unless 1 <= shortest <= longest."""
         if not 1 <= shortest <= longest:
             raise ValueError(

@@ -36,7 +36,7 @@ def demo(
     num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to decode per prompt.", min=1)] = 48,
     lanes: Annotated[str, typer.Option(help="Comma-separated lanes to compare.")] = ",".join(ALL_LANES),
     prompts: Annotated[int, typer.Option(help="Prompts from held-out modules.", min=1)] = 3,
-    prompt_bytes: Annotated[int, typer.Option(help="Bytes of each of these prompts.", min=1)] = 384,
+    prompt_bytes: Annotated[int, typer.Option(help="Bytes of each of these prompts.", min=1)] = 768,
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="Continue this file's text instead (its last 4096 bytes); repeatable.")
     ] = None,
