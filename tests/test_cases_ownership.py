@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from kda_kernels import LayerState, Snapshots, fold, verify_fused, verify_refere
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem, make_problem
 from tests.support.grids import params
+from tests.support.marks import interpreter_only
 from tests.support.memory import record_accesses, reversed_programs
 from tests.test_fold import fold_problem
 
@@ -30,6 +32,7 @@ def assert_same(actual: Problem, expected: Problem) -> None:
         assert_same_bits(actual.whole(name), expected.whole(name), name)
 
 
+@interpreter_only
 @pytest.mark.parametrize("record", ["ring", "snapshots"])
 @pytest.mark.parametrize("op", LANES)
 def test_O1_every_element_has_one_writer(op: Verify, record: str) -> None:
@@ -57,6 +60,7 @@ def test_O1_every_element_has_one_writer(op: Verify, record: str) -> None:
         assert not accesses.stored(problem[name]).any(), f"verify wrote {name}"
 
 
+@interpreter_only
 def test_O1_fold_has_one_writer() -> None:
     problem = make_problem(GQA, "cpu").run(verify_unfused)
     with record_accesses() as accesses:
@@ -67,6 +71,7 @@ def test_O1_fold_has_one_writer() -> None:
     assert np.array_equal(counts, expected)
 
 
+@interpreter_only
 @pytest.mark.parametrize("op", LANES)
 def test_O1_bits_do_not_depend_on_the_order_of_programs(op: Verify) -> None:
     """A program that read what another one writes would see it in one order only."""
@@ -89,7 +94,7 @@ def test_O1_bits_do_not_depend_on_how_many_blocks_run_at_once(op: Verify, device
     """B = 1 alone, and the same request among 48 others, thirty times: a race would differ sooner or later."""
     one = make_problem(SIXTEEN, device)
     alone = one.run(op)
-    many = make_problem(Case(B=48, T=6, H=1, HV=16, K=128), device)
+    many = replace(make_problem(Case(B=48, T=6, H=1, HV=16, K=128), device), params=one.params)
     slot, position = int(many.slots[20]), slice(20 * 6, 21 * 6)
     for name in ("mixed_qkv", "a", "b"):
         getattr(many, name)[position] = getattr(one, name)

@@ -111,8 +111,12 @@ def ring_reason(ring: Ring, shape: KdaShape, dtype: torch.dtype, device: torch.d
         _tensor_reason("ring.raw_k", ring.raw_k, (*lead, h, length, k), (dtype,), device, packed=3),
         _tensor_reason("ring.g", ring.g, (*lead, hv, length, k), (torch.float32,), device, packed=3),
         _tensor_reason("ring.beta", ring.beta, (*lead, hv, length), (torch.float32,), device, packed=2),
-        *(_pitch_reason(f"ring.{n}", getattr(ring, n), len(lead)) for n in ("raw_v", "raw_k", "g", "beta")),
     )
+
+
+def _ring_pitch_reason(ring: Ring) -> str | None:
+    """Verify writes the ring: its slots must not overlap. (Fold only reads it.)"""
+    return _first(*(_pitch_reason(f"ring.{name}", getattr(ring, name), 1) for name in ("raw_v", "raw_k", "g", "beta")))
 
 
 def _params_reason(params: LayerParams, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -208,7 +212,7 @@ def verify_reason(
         )
     row_buffers = [("state.conv_window", state.conv_window)]
     if isinstance(record, Ring):
-        reason = ring_reason(record, shape, dtype, device, (num_slots,))
+        reason = ring_reason(record, shape, dtype, device, (num_slots,)) or _ring_pitch_reason(record)
     else:
         reason = _tensor_reason(
             "record.states", record.states, (None, None, hv, v, k), (torch.float32,), device, packed=4
@@ -278,6 +282,7 @@ def fold_reason(
     _typed("ssm_state", ssm_state, torch.Tensor)
     _typed("ring", ring, Ring)
     _typed("shape", shape, KdaShape)
+    _typed("draft_tokens", draft_tokens, int)
     if config is not None:
         _typed("config", config, LaunchConfig)
     device = ssm_state.device

@@ -12,7 +12,7 @@ from kda_kernels._triton.commit import fold_kernel, scatter_kernel
 from kda_kernels.buffers import Ring, Snapshots
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
-DEFAULT_FOLD_CONFIG = LaunchConfig(block_v=32, num_warps=2)
+DEFAULT_FOLD_CONFIG = LaunchConfig(block_v=16, num_warps=1)
 SCATTER_BLOCK = 1024
 SCATTER_NUM_WARPS = 4
 

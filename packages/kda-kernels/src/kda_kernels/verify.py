@@ -10,9 +10,9 @@ from kda_kernels._triton.verify import conv_kernel, verify_kernel
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
-DEFAULT_VERIFY_CONFIG = LaunchConfig(block_v=16, num_warps=4)
-CONV_BLOCK_CHANNELS = 256
-CONV_NUM_WARPS = 2
+DEFAULT_VERIFY_CONFIG = LaunchConfig(block_v=16, num_warps=1)
+CONV_BLOCK_CHANNELS = 128
+CONV_NUM_WARPS = 4
 
 
 def verify_fused(
