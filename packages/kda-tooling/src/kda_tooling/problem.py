@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from kda_kernels import KdaShape, LayerParams, LayerState, Ring, Snapshots
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
 from kda_backend import LANES, lane_mode
 from kda_kernels import (
     KdaShape,
@@ -17,7 +18,6 @@ from kda_kernels import (
     verify_unfused,
 )
 from kda_kernels.shapes import SUPPORTED_BLOCK_V, SUPPORTED_NUM_WARPS
-
 from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems, VerifyProblem
 
@@ -33,7 +33,7 @@ class Arm:
     Args:
         name: unique in the run, e.g. "kda fused+ring" or "sglang fused+ring bv16".
         owner: "kda" or the peer's name.
-        lane: one of `kda_backend.LANES`.
+        lane: one of `kda_backend.LANES`; for an arm of `commit_arms`, its mode.
         mode: "ring" or "snapshots": what the arm records and commits.
         verify: runs one layer's verify; returns [B*T, HV, V].
         commit: commits all layers of ``problems`` in place.
@@ -108,11 +108,19 @@ def peer_arms(peer: Peer, problem: VerifyProblem) -> list[Arm]:
         if problems.ring is None:
             raise ValueError("the problem holds no ring")
         peer.commit(
-            problems.state.ssm_state, problems.ring, problems.state.conv_state, problems.state.conv_window, problems.layers[0].slots,
-            accept_lens,
+            problems.state.ssm_state, problems.ring, problems.state.conv_state, problems.state.conv_window,
+            problems.layers[0].slots, accept_lens,
         )  # fmt: skip
 
     return [
         Arm(f"{peer.name} {name}", peer.name, name.split()[0], "ring", verify, commit)
         for name, verify in peer.verify_arms(problem).items()
     ]
+
+
+def commit_arms(arms: Iterable[Arm]) -> list[Arm]:
+    """One arm per owner and mode, named after them: how verify was done makes no difference to a commit."""
+    unique: dict[tuple[str, str], Arm] = {}
+    for arm in arms:
+        unique.setdefault((arm.owner, arm.mode), arm)
+    return [replace(arm, name=f"{owner} {mode} commit", lane=mode) for (owner, mode), arm in unique.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from kda_kernels import CONV_WIDTH, KdaShape
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -49,9 +50,15 @@ def _output(*command: str) -> str | None:
 
 
 def git_commit() -> str:
-    """HEAD of the checkout that this file lies in (short), "+changes" where tracked files differ; or "unknown"."""
+    """HEAD of the checkout that this file lies in (short), "+changes" where tracked files differ; or "unknown".
+
+    KDA_GIT_SHA in the environment names the commit of a tree that was copied without its .git folder.
+    """
+    if given := os.environ.get("KDA_GIT_SHA"):
+        return given[:12]
     folder = str(Path(__file__).parent)
-    head = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
+    tracked = _output("git", "-C", folder, "ls-files", Path(__file__).name)  # an installed copy is not the checkout's
+    head = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD") if tracked else None
     if head is None:
         return "unknown"
     dirty = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")

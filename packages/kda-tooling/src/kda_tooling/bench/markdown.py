@@ -1,14 +1,18 @@
-"""The README's results table, generated from a sweep's JSON between two markers."""
+"""The README's results block, generated from sweeps' JSON between two markers."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from kda_tooling.bench.report import cell_title, columns
-from kda_tooling.bench.results import ArmResult, SweepResult
+from kda_tooling.bench.report import best_ratio, cell_title, columns, peers_of
+from kda_tooling.bench.results import ArmResult, Cell, SweepResult
+from kda_tooling.bench.settings import command_of
 
 BEGIN = "<!-- results: begin (kda report) -->"
 END = "<!-- results: end -->"
+PDL_SM = 90
 
 
 def _text(arm: ArmResult | None, bold: bool) -> str:
@@ -17,47 +21,84 @@ def _text(arm: ArmResult | None, bold: bool) -> str:
     return f"**{arm.median_us:.2f}**" if bold else f"{arm.median_us:.2f}"
 
 
-def results_markdown(result: SweepResult, source: Path) -> str:
-    """Tables of us per layer, one per draft length: each lane's fastest arm, best of a row in bold, and the floor."""
-    m, shape = result.machine, result.settings["shape"]
+def _provenance(result: SweepResult, source: str) -> str:
+    m, shape, settings = result.machine, result.settings["shape"], result.settings
     peers = " beside " + ", ".join(f"{n} {v}" for n, v in result.peers.items()) if result.peers else ""
-    lines = [
+    gate = "standard gate" if settings["lower_bound"] is None else f"safe gate {settings['lower_bound']:g}"
+    pdl = ", PDL on in every arm" if m.sm >= PDL_SM else ""
+    spread = max(arm.spread for cell in result.cells for arm in cell.arms)
+    return (
         f"Microseconds per layer on one {m.gpu}, {m.date}{peers}: H = {shape['num_heads']}, "
-        f"HV = {shape['num_v_heads']}, K = {shape['head_k_dim']}, V = {shape['head_v_dim']}, "
-        f"{result.settings['dtype']}, CUDA-graph replays, L2-cold, arms interleaved in one run, PDL on in all; torch "
-        f"{m.torch}, triton {m.triton}, commit {m.commit}. A lane's fastest launch configuration stands for it. "
-        f"The floor is every mandatory byte of the ring lanes once, at this machine's copy bandwidth of "
-        f"{m.copy_bytes_per_second / 1e12:.2f} TB/s. Data: `{source.as_posix()}`.",
-        "",
-    ]
-    lanes = columns(result)
-    titles = dict.fromkeys(cell_title(cell) for cell in result.cells)
-    for title in titles:
-        cells = [cell for cell in result.cells if cell_title(cell) == title]
-        lines += [
-            f"| {title} | " + " | ".join(f"{owner} {lane}" for owner, lane in lanes) + " | byte floor |",
-            "|---|" + "---|" * (len(lanes) + 1),
-        ]
-        for cell in cells:
-            best = {key: cell.best(key[0], lane=key[1]) for key in lanes}
-            least = min((arm.median_us for arm in best.values() if arm), default=0.0)
-            floors = [arm.floor_us for arm in cell.arms if arm.mode == "ring"]
-            row = [_text(arm, arm is not None and arm.median_us == least) for arm in best.values()]
-            lines.append(f"| B = {cell.batch} | " + " | ".join(row) + f" | {floors[0] if floors else 0.0:.2f} |")
-        lines.append("")
+        f"HV = {shape['num_v_heads']}, K = {shape['head_k_dim']}, V = {shape['head_v_dim']}, {settings['dtype']}, "
+        f"{gate}; CUDA-graph replays, {'L2-hot' if settings['hot'] else 'L2-cold'}, arms interleaved in one run, "
+        f"medians of passes that lie within {spread * 100:.1f} % of them{pdl}. A lane's fastest launch configuration "
+        f"stands for it; bold: fastest of the row. The floor is every mandatory byte of the ring lanes once, at the "
+        f"{m.copy_bytes_per_second / 1e12:.2f} TB/s that a device copy reached. torch {m.torch}, triton {m.triton}, "
+        f"commit {m.commit}. Data: `{source}`, measured with `{command_of(settings)}`."
+    )
+
+
+def _table(result: SweepResult, title: str) -> list[str]:
+    lanes, peers = columns(result), peers_of(result)
+    heads = [title, *(f"{owner} {lane}" for owner, lane in lanes), "byte floor"]
+    heads += [f"best ours / best {peer}" for peer in peers]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
+    lines += [_row(cell, lanes, peers) for cell in result.cells if cell_title(cell) == title]
+    return lines
+
+
+def _row(cell: Cell, lanes: list[tuple[str, str]], peers: list[str]) -> str:
+    best = [cell.best(owner, lane=lane) for owner, lane in lanes]
+    least = min(arm.median_us for arm in best if arm)
+    floors = [arm.floor_us for arm in cell.arms if arm.mode == "ring"]
+    texts = [f"B = {cell.batch}", *(_text(arm, arm is not None and arm.median_us == least) for arm in best)]
+    texts.append(f"{floors[0]:.2f}" if floors else "-")
+    for peer in peers:
+        ratio = best_ratio(cell, peer)
+        texts.append("-" if ratio is None else f"{ratio:.2f}")
+    return "| " + " | ".join(texts) + " |"
+
+
+def results_markdown(result: SweepResult, source: str) -> str:
+    """What was measured and how in one paragraph, then a table per kind and draft length.
+
+    Args:
+        result: the sweep.
+        source: its JSON file, as the page names it.
+    """
+    lines = [_provenance(result, source), ""]
+    for title in dict.fromkeys(cell_title(cell) for cell in result.cells):
+        lines += [*_table(result, title), ""]
     return "\n".join(lines)
 
 
-def replace_results(text: str, result: SweepResult, source: Path) -> str:
-    """``text`` with the part between the markers replaced.
+def results_block(results: Sequence[tuple[SweepResult, Path]], page: Path, picture: Path | None = None) -> str:
+    """The text between the markers of ``page``: every result with its tables, the picture, how to renew it all.
+
+    Args:
+        results: sweeps and the files they were read from.
+        page: the Markdown file; paths are written relative to its folder.
+        picture: the image to show, or None.
+    """
+
+    def relative(path: Path) -> str:
+        return Path(os.path.relpath(path, page.parent)).as_posix()
+
+    command = ["kda", "report", *(relative(source) for _, source in results), "--readme", page.name]
+    parts = [results_markdown(result, relative(source)) for result, source in results]
+    if picture is not None:
+        parts.append(f"![Latency against batch size: lanes, peers and byte floor]({relative(picture)})\n")
+        command += ["--plot", relative(picture)]
+    return "\n".join([*parts, f"Renewed by `{' '.join(command)}`.\n"])
+
+
+def replace_block(text: str, block: str) -> str:
+    """``text`` with the part between the markers replaced by ``block``.
 
     Raises:
-        ValueError: a marker is missing.
+        ValueError: a marker is missing, doubled, or they stand in the wrong order.
     """
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"the file lacks the markers {BEGIN!r} and {END!r}")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    return f"{before}{BEGIN}\n{results_markdown(result, source)}{END}{after}"
-
-
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"the file must have the markers {BEGIN!r} and {END!r} once each, in this order")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{block}{END}{rest.split(END)[1]}"

@@ -1,8 +1,6 @@
-"""A sweep's tables and picture."""
+"""A sweep's tables for the terminal."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from rich.table import Table
 
@@ -16,11 +14,8 @@ def cell_title(cell: Cell) -> str:
     return f"{what}, T = {cell.draft_tokens}"
 
 
-def _text(arm: ArmResult | None, with_floor: bool = True) -> str:
-    if arm is None:
-        return "-"
-    floor = f"  {arm.over_floor:.2f}x" if with_floor else ""
-    return f"{arm.median_us:.2f} ±{arm.spread * 100:.0f}%{floor}"
+def _text(arm: ArmResult | None) -> str:
+    return "-" if arm is None else f"{arm.median_us:.2f} ±{arm.spread * 100:.1f}%  {arm.over_floor:.2f}x"
 
 
 def columns(result: SweepResult) -> list[tuple[str, str]]:
@@ -52,13 +47,28 @@ def tables(result: SweepResult, every_arm: bool = False) -> list[Table]:
                 table.add_row(name, *(_text(arm) for arm in row))
         else:
             _lane_rows(table, cells, result)
+        skipped = {f"{name}: {why}" for cell in cells for name, why in cell.skipped.items()}
+        if skipped:
+            table.caption = "not measured: " + "; ".join(sorted(skipped))
+            table.caption_justify = "left"
         found.append(table)
     return found
 
 
+def best_ratio(cell: Cell, peer: str) -> float | None:
+    """Our fastest ring arm's latency over the peer's fastest; None where one is missing."""
+    ours, theirs = cell.best(OURS, mode="ring"), cell.best(peer, mode="ring")
+    return ours.median_us / theirs.median_us if ours and theirs else None
+
+
+def peers_of(result: SweepResult) -> list[str]:
+    """Names of the peers that have an arm."""
+    return sorted({owner for owner, _ in columns(result)} - {OURS})
+
+
 def _lane_rows(table: Table, cells: list[Cell], result: SweepResult) -> None:
     lanes = columns(result)
-    peers = sorted({owner for owner, _ in lanes} - {OURS})
+    peers = peers_of(result)
     table.add_column("B", justify="right")
     table.add_column("layers", justify="right")
     table.add_column("floor, ring", justify="right")
@@ -71,8 +81,8 @@ def _lane_rows(table: Table, cells: list[Cell], result: SweepResult) -> None:
         row = [str(cell.batch), f"{cell.layers}{'' if cell.cold else ' hot'}", f"{floors[0]:.2f}" if floors else "-"]
         row += [_text(cell.best(owner, lane=lane)) for owner, lane in lanes]
         for peer in peers:
-            ours, theirs = cell.best(OURS, mode="ring"), cell.best(peer, mode="ring")
-            row.append(f"{ours.median_us / theirs.median_us:.2f}" if ours and theirs else "-")
+            ratio = best_ratio(cell, peer)
+            row.append("-" if ratio is None else f"{ratio:.2f}")
         table.add_row(*row)
 
 
@@ -85,57 +95,3 @@ def header(result: SweepResult) -> str:
         f"copy {m.copy_bytes_per_second / 1e12:.2f} TB/s; torch {m.torch}, triton {m.triton}, Python {m.python}; "
         f"commit {m.commit}, {m.date}; peers: {peers}"
     )
-
-
-def plot(result: SweepResult, path: Path) -> None:
-    """Latency against batch size, one panel per draft length and kind: lanes, peers and byte floor, log axes.
-
-    Raises:
-        ValueError: matplotlib cannot write this file type.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    groups: dict[str, list[Cell]] = {}
-    for cell in result.cells:
-        groups.setdefault(cell_title(cell), []).append(cell)
-    figure, axes = plt.subplots(1, len(groups), figsize=(6.4 * len(groups), 5.2), squeeze=False, sharey=True)
-    lanes = columns(result)
-    colours = dict(zip(lanes, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
-    for axis, (title, cells) in zip(axes[0], groups.items(), strict=True):
-        batches = [cell.batch for cell in cells]
-        for owner, lane in lanes:
-            points = [(c.batch, best.median_us) for c in cells if (best := c.best(owner, lane=lane)) is not None]
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True), marker="o" if owner == OURS else "s",
-                    linestyle="-" if owner == OURS else "--", linewidth=2 if owner == OURS else 1.4,
-                    color=colours.get((owner, lane)), label=f"{owner} {lane}",
-                )  # fmt: skip
-        floors = [(c.batch, arm.floor_us) for c in cells for arm in c.arms if arm.mode == "ring"]
-        if floors:
-            floor = dict(floors)
-            axis.plot(list(floor), list(floor.values()), color="black", linestyle=":", label="byte floor (ring)")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(batches, [str(b) for b in batches])
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_xlabel("requests in the batch, B")
-        axis.set_title(title)
-        axis.grid(True, which="major", alpha=0.35)
-    axes[0][0].set_ylabel("us per layer (median, L2-cold)" if result.cells[0].cold else "us per layer (median, hot)")
-    axes[0][0].legend(fontsize=8.5)
-    shape = result.settings["shape"]
-    figure.suptitle(
-        f"KDA verify on {result.machine.gpu}, H = {shape['num_heads']}, HV = {shape['num_v_heads']}, "
-        f"K = {shape['head_k_dim']}, V = {shape['head_v_dim']}, {result.settings['dtype']}; {result.machine.date}, "
-        f"torch {result.machine.torch}, triton {result.machine.triton}",
-        fontsize=10,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=140)
-    plt.close(figure)

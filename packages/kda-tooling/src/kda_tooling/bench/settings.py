@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+
 from kda_backend import LANES
 from kda_kernels import KdaShape
-
 from kda_tooling.bench.results import KINDS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_BATCH = 4096
 MAX_DRAFT_TOKENS = 64
+MAX_PASSES = 1001
+DEFAULT_SHAPE = KdaShape(8, 8, 128, 128)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class SweepSettings:
     modes: tuple[str, ...] = LANES
     batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
     draft_tokens: tuple[int, ...] = (4,)
-    shape: KdaShape = KdaShape(8, 8, 128, 128)
+    shape: KdaShape = DEFAULT_SHAPE
     dtype: str = "bf16"
     lower_bound: float | None = -5.0
     bias: bool = True
@@ -67,20 +71,45 @@ class SweepSettings:
                 raise ValueError(f"{option} must be within 1..{most}; got {', '.join(wrong) or 'none'}")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
-        if self.lower_bound is not None and not self.lower_bound < 0:
-            raise ValueError(f"--lower-bound must be below 0, or 'none' for the standard gate; got {self.lower_bound}")
+        if self.lower_bound is not None and not -math.inf < self.lower_bound < 0:
+            raise ValueError(
+                f"--lower-bound must be finite and below 0, or 'none' for the standard gate; got {self.lower_bound}"
+            )
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
-        if self.passes < 3 or self.passes % 2 == 0:
-            raise ValueError(f"--passes must be odd and at least 3, so that the median is a pass; got {self.passes}")
-        if self.accept is not None and not 1 <= self.accept <= min(self.draft_tokens):
+        if not 3 <= self.passes <= MAX_PASSES or self.passes % 2 == 0:
             raise ValueError(
-                f"--accept must be within 1..{min(self.draft_tokens)} (the smallest draft length); got {self.accept}"
+                f"--passes must be odd, so that the median is a pass, and within 3..{MAX_PASSES}; got {self.passes}"
             )
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"--seed must be at least 0 and below 2**63; got {self.seed}")
+        self._check_kind()
+        self._check_peers()
+
+    def _check_kind(self) -> None:
+        """What is asked must have an effect on what is measured."""
+        if self.accept is not None:
+            if self.kind == "verify":
+                raise ValueError("--accept is the length of a commit: give --round or --commit with it")
+            if not 1 <= self.accept <= min(self.draft_tokens):
+                raise ValueError(
+                    f"--accept must be within 1..{min(self.draft_tokens)} (the smallest draft length); "
+                    f"got {self.accept}"
+                )
+        if self.sweep_configs:
+            if self.kind == "commit":
+                raise ValueError("--sweep-bv varies the verify kernels, and --commit times none: leave one of them out")
+            if not any(mode.startswith("fused") for mode in self.modes):
+                raise ValueError(f"--sweep-bv varies the fused lanes, and --modes has none: {', '.join(self.modes)}")
+
+    def _check_peers(self) -> None:
+        names = [spec.partition("=")[0] for spec in self.peers]
         for spec in self.peers:
             name, separator, path = spec.partition("=")
             if not separator or not name or not Path(path).is_dir():
                 raise ValueError(f"--peer must be NAME=FOLDER of an existing folder; got {spec!r}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"--peer must name each peer once; got {', '.join(names)}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -94,3 +123,38 @@ class SweepSettings:
     def cells(self) -> list[tuple[int, int]]:
         """(T, B) in the order of measurement."""
         return list(itertools.product(self.draft_tokens, self.batch_sizes))
+
+
+def command_of(settings: dict[str, Any]) -> str:
+    """The `kda sweep` call that gives these settings, which are those of a result's JSON: defaults left out.
+
+    A peer is stored without its folder; the call names ``peer/``.
+    """
+    default = SweepSettings()
+    shape = settings["shape"]
+    words = ["kda", "sweep"]
+
+    def add(option: str, value: object, usual: object) -> None:
+        if value != usual:
+            words.extend([option, *map(str, value if isinstance(value, list) else [value])])
+
+    add("--modes", settings["modes"], list(default.modes))
+    add("--batch-sizes", settings["batch_sizes"], list(default.batch_sizes))
+    add("--draft-tokens", settings["draft_tokens"], list(default.draft_tokens))
+    add("--heads", shape["num_heads"], default.shape.num_heads)
+    add("--hv-heads", shape["num_v_heads"], shape["num_heads"])
+    add("--head-k-dim", shape["head_k_dim"], default.shape.head_k_dim)
+    add("--head-v-dim", shape["head_v_dim"], default.shape.head_v_dim)
+    bound = settings["lower_bound"]
+    add("--lower-bound", "none" if bound is None else bound, default.lower_bound)
+    add("--dtype", settings["dtype"], default.dtype)
+    words += [] if settings["bias"] else ["--no-bias"]
+    words += ["--sweep-bv"] if settings["sweep_configs"] else []
+    words += [] if settings["kind"] == "verify" else [f"--{settings['kind']}"]
+    add("--accept", settings["accept"], None)
+    words += ["--hot"] if settings["hot"] else []
+    add("--passes", settings["passes"], default.passes)
+    add("--seed", settings["seed"], default.seed)
+    if settings["peers"]:
+        words += ["--peer", *(f"{name}=peer" for name in settings["peers"])]
+    return " ".join(words)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from kda_kernels import Ring, Snapshots
 
-from kda_tooling.bench.arms import OURS, Arm, our_arms, peer_arms
+from kda_backend import lane_mode
+from kda_tooling.bench.arms import Arm, commit_arms, our_arms, peer_arms
+from kda_tooling.bench.bits import check_bits, check_commits
 from kda_tooling.bench.floor import Traffic, commit_traffic, verify_traffic
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import SweepSettings
-from kda_tooling.bench.timing import capture, measure_interleaved
+from kda_tooling.bench.timing import Timing, capture, measure_interleaved
 from kda_tooling.peers import Peer, load_peer
 from kda_tooling.problem import Problems, VerifyProblem, random_problems
 
@@ -27,13 +29,6 @@ HOT_LAYERS = 1
 HOT_ROUNDS = 16
 """Calls per graph replay where one argument set is used over and over."""
 
-OUTPUT_TOLERANCE = 1e-3
-"""Relative norm of a peer's output against ours: other summation orders flip last places of 16-bit outputs."""
-
-
-class BitsDifferError(RuntimeError):
-    """Arms that must agree bit for bit do not; nothing was timed."""
-
 
 def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer]) -> list[Arm]:
     """The arms of a cell, ours first."""
@@ -43,13 +38,18 @@ def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer
     return arms
 
 
+def _modes(settings: SweepSettings) -> set[str]:
+    """Records that the settings' arms need; a peer's are rings."""
+    return {lane_mode(lane) for lane in settings.modes} | ({"ring"} if settings.peers else set())
+
+
 def build_problems(settings: SweepSettings, draft_tokens: int, batch: int, layers: int, device: str) -> Problems:
     """Random problems with the records that the settings' arms need."""
-    modes = {"ring" if mode.endswith("+ring") else "snapshots" for mode in settings.modes}
+    modes = _modes(settings)
     return random_problems(
         settings.shape, layers=layers, batch=batch, draft_tokens=draft_tokens, dtype=settings.torch_dtype,
         device=device, lower_bound=settings.lower_bound, bias=settings.bias, seed=settings.seed,
-        ring="ring" in modes or bool(settings.peers), snapshots="snapshots" in modes,
+        ring="ring" in modes, snapshots="snapshots" in modes,
     )  # fmt: skip
 
 
@@ -70,52 +70,40 @@ def floor_of(settings: SweepSettings, draft_tokens: int, batch: int, mode: str) 
     return {"verify": verify, "commit": commit, "round": verify + commit}[settings.kind]
 
 
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
+def cell_bytes(settings: SweepSettings, draft_tokens: int, batch: int, layers: int) -> int:
+    """Device memory of one cell's `build_problems` and of the copies that its checks make.
+
+    A lower bound: parameters and the outputs that each arm's graph keeps are left out.
+    """
+    shape, dtype = settings.shape, settings.torch_dtype
+    modes = _modes(settings)
+    tokens, slots = batch * draft_tokens, batch + 1
+    inputs = tokens * (shape.conv_dim + shape.num_v_heads * (shape.head_k_dim + 1)) * dtype.itemsize
+    outputs = tokens * shape.num_v_heads * shape.head_v_dim * dtype.itemsize
+    window = tokens * shape.window_bytes_per_token(dtype)
+    ring = slots * draft_tokens * shape.ring_bytes_per_token(dtype) if "ring" in modes else 0
+    snapshots = tokens * shape.snapshot_bytes_per_token() if "snapshots" in modes else 0
+    copies = 1 if settings.kind == "verify" else 3  # check_commits keeps the states before and the first arm's after
+    state = slots * shape.state_bytes_per_slot(dtype)
+    checked = window + ring + snapshots  # check_bits keeps one layer's records
+    return layers * (copies * state + inputs + outputs + window + ring + snapshots) + checked
 
 
-def _written(problem: VerifyProblem, mode: str) -> dict[str, torch.Tensor]:
-    record: Ring | Snapshots | None = problem.ring if mode == "ring" else problem.snapshots
-    tensors = {"conv_window": problem.state.conv_window}
-    if isinstance(record, Ring):
-        tensors |= {name: getattr(record, name) for name in ("raw_v", "raw_k", "g", "beta")}
-    elif record is not None:
-        tensors["snapshots"] = record.states
-    return tensors
-
-
-def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
-    """Run every arm once on poisoned buffers and compare: records and windows, outputs of ours, with equal bits.
-
-    A peer's output is compared within `OUTPUT_TOLERANCE`. ``state.conv_state`` is restored after each arm: SGLang's
-    unfused lane rolls it.
+def check_memory(settings: SweepSettings, l2_bytes: int, device_bytes: int) -> None:
+    """Refuse cells that cannot fit the device.
 
     Raises:
-        BitsDifferError: an arm differs; the message names arm and tensor.
+        ValueError: a cell needs more than ``device_bytes``; the message names it.
     """
-    conv_state = problem.state.conv_state.clone()
-    expected: dict[str, torch.Tensor] = {}
-    for arm in arms:
-        tensors = _written(problem, arm.mode)
-        for tensor in tensors.values():
-            tensor.fill_(3.0)
-        out = arm.verify(problem)
-        problem.state.conv_state.copy_(conv_state)
-        for name, tensor in tensors.items():
-            if name not in expected:
-                expected[name] = tensor.clone()
-            elif not torch.equal(_bits(tensor), _bits(expected[name])):
-                raise BitsDifferError(f"{arm.name}: {name} differs from that of {arms[0].name}")
-        if "out" not in expected:
-            expected["out"] = out.clone()
-        elif arm.owner == OURS:
-            if not torch.equal(_bits(out), _bits(expected["out"])):
-                raise BitsDifferError(f"{arm.name}: output differs from that of {arms[0].name}")
-        else:
-            reference = expected["out"].float()
-            relative = float((out.float() - reference).norm() / reference.norm())
-            if not relative < OUTPUT_TOLERANCE:
-                raise BitsDifferError(f"{arm.name}: output differs from ours by {relative:.1e} in norm")
+    for draft_tokens, batch in settings.cells():
+        layers, _ = rotation_layers(settings, draft_tokens, batch, l2_bytes)
+        needed = cell_bytes(settings, draft_tokens, batch, layers)
+        if needed > device_bytes:
+            raise ValueError(
+                f"T = {draft_tokens}, B = {batch} needs {needed / 2**30:.1f} GiB or more of device memory for "
+                f"{layers} layers and {device_bytes / 2**30:.1f} GiB are there: give smaller --batch-sizes or "
+                "--draft-tokens, or --modes with ring lanes only"
+            )
 
 
 def _calls(kind: str, arm: Arm, problems: Problems, accept_lens: torch.Tensor) -> list[Callable[[], Any]]:
@@ -125,9 +113,16 @@ def _calls(kind: str, arm: Arm, problems: Problems, accept_lens: torch.Tensor) -
     return {"verify": verifies, "commit": commit, "round": verifies + commit}[kind]
 
 
-def measure_cell(
-    settings: SweepSettings, draft_tokens: int, batch: int, peers: list[Peer], machine: Machine
-) -> Cell:
+def arm_result(arm: Arm, timing: Timing, floor_us: float) -> ArmResult:
+    """What is stored of one arm: times in steps of 0.1 ns, the clock's own step being 0.5 us per replay."""
+    passes = Timing(tuple(round(us, 4) for us in timing.passes_us))
+    return ArmResult(
+        name=arm.name, owner=arm.owner, lane=arm.lane, mode=arm.mode, median_us=passes.median_us,
+        spread=round(passes.spread, 6), passes_us=list(passes.passes_us), floor_us=round(floor_us, 4),
+    )  # fmt: skip
+
+
+def measure_cell(settings: SweepSettings, draft_tokens: int, batch: int, peers: list[Peer], machine: Machine) -> Cell:
     """Check and time one cell on the current CUDA device.
 
     Raises:
@@ -136,31 +131,25 @@ def measure_cell(
     layers, rotated = rotation_layers(settings, draft_tokens, batch, machine.l2_bytes)
     problems = build_problems(settings, draft_tokens, batch, layers, "cuda")
     arms = build_arms(settings, problems.layers[0], peers)
+    skipped = {f"{p.name} {name}": why for p in peers for name, why in p.not_taken(problems.layers[0]).items()}
     check_bits(problems.layers[0], arms)
     accept = settings.accept_for(draft_tokens)
     accept_lens = torch.full((batch,), accept, dtype=torch.int32, device="cuda")
     if settings.kind != "verify":
-        unique = {(arm.owner, arm.mode): arm for arm in arms} if settings.kind == "commit" else {}
-        arms = list(unique.values()) or arms
-        for p in problems.layers:  # commits replay records: fill every layer's
-            for arm in {arm.mode: arm for arm in arms}.values():
-                arm.verify(p)
+        check_commits(problems, arms, accept_lens)
+    if settings.kind == "commit":
+        arms = commit_arms(arms)
     rounds = HOT_ROUNDS if settings.hot else 1
     graphs = {arm.name: capture(_calls(settings.kind, arm, problems, accept_lens), rounds) for arm in arms}
     timings = measure_interleaved(dict(graphs), layers * rounds, passes=settings.passes)
     results = []
     for arm in arms:
         floor = floor_of(settings, draft_tokens, batch, arm.mode).microseconds(machine.copy_bytes_per_second)
-        timing = timings[arm.name]
-        results.append(
-            ArmResult(
-                arm.name, arm.owner, arm.lane, arm.mode, timing.median_us, timing.spread, list(timing.passes_us), floor
-            )
-        )
+        results.append(arm_result(arm, timings[arm.name], floor))
     return Cell(
         kind=settings.kind, draft_tokens=draft_tokens, batch=batch,
         accept=0 if settings.kind == "verify" else accept, layers=layers, rotated_bytes=rotated,
-        cold=rotated > COLD_FACTOR * machine.l2_bytes, arms=results, skipped={},
+        cold=rotated > COLD_FACTOR * machine.l2_bytes, arms=results, skipped=skipped,
     )  # fmt: skip
 
 
@@ -174,4 +163,5 @@ def run_sweep(settings: SweepSettings, on_cell: Callable[[int, int], None] = lam
         cells.append(measure_cell(settings, draft_tokens, batch, peers, machine))
         torch.cuda.empty_cache()
     described = asdict(settings) | {"peers": [spec.partition("=")[0] for spec in settings.peers]}
+    described = json.loads(json.dumps(described))  # tuples to lists: equal to what is read back from JSON
     return SweepResult(machine, described, {peer.name: peer.version for peer in peers}, cells)

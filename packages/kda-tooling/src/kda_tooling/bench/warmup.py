@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
+from kda_tooling.bench.arms import OURS
 from kda_tooling.bench.settings import SweepSettings
 
 
@@ -37,7 +38,7 @@ def compile_jobs(settings: SweepSettings, arm_owners: dict[int, list[str]]) -> l
     jobs = []
     for draft_tokens, owners in arm_owners.items():
         for index, owner in enumerate(owners):
-            batches = [min(settings.batch_sizes)] if owner == "kda" else list(settings.batch_sizes)
+            batches = [min(settings.batch_sizes)] if owner == OURS else list(settings.batch_sizes)
             jobs += [(draft_tokens, batch, index) for batch in batches]
     return jobs
 

@@ -13,10 +13,7 @@ class ManyValuesCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Rewrite ``--option a b c`` as ``--option a --option b --option c`` for repeatable options."""
         repeatable = {
-            name
-            for parameter in self.params
-            if getattr(parameter, "multiple", False)
-            for name in parameter.opts
+            name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts
         }
         expanded: list[str] = []
         current: str | None = None

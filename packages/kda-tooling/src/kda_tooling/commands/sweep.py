@@ -42,6 +42,22 @@ def _require_gpu() -> None:
         raise typer.BadParameter(f"a sweep needs a CUDA device and torch sees none here. {instead}")
 
 
+def _check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Refuse files that could not be written after minutes of measuring."""
+    from kda_tooling.bench.plot import check_picture_path
+
+    if json is not None and str(json) != "-":
+        if json.is_dir():
+            raise refuse("--json", f"{json} is a folder.")
+        if not json.absolute().parent.is_dir():
+            raise refuse("--json", f"the folder {json.absolute().parent} is missing.")
+    if plot is not None:
+        try:
+            check_picture_path(plot)
+        except ValueError as error:
+            raise refuse("--plot", f"{error}.") from None
+
+
 def _lower_bound(value: str) -> float | None:
     if value.lower() in ("none", "standard"):
         return None
@@ -59,7 +75,9 @@ def sweep(
     hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
     head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
     head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
-    lower_bound: Annotated[str, typer.Option(help="Safe gate's bound, below 0; 'none' for the standard gate.")] = "-5.0",
+    lower_bound: Annotated[
+        str, typer.Option(help="Safe gate's bound, below 0; 'none' for the standard gate.")
+    ] = "-5.0",
     dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
     bias: Annotated[bool, typer.Option(help="Conv bias.")] = True,
     sweep_bv: Annotated[bool, typer.Option("--sweep-bv", help="All launch configurations of the fused lanes.")] = False,
@@ -80,7 +98,6 @@ def sweep(
 ) -> None:
     """Time verify lanes, rounds or commits on this GPU: bits checked first, arms interleaved, L2 cold, floor beside."""
     from kda_kernels import KdaShape
-
     from kda_tooling.bench.settings import SweepSettings
     from kda_tooling.peers import load_peer
 
@@ -97,34 +114,37 @@ def sweep(
         )  # fmt: skip
         for spec in settings.peers:
             load_peer(spec)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
-    for option, path in (("--json", json), ("--plot", plot)):
-        if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
-            raise refuse(option, f"the folder {path.absolute().parent} does not exist.")
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise refuse("--plot", f"{plot} must end in .png, .svg or .pdf.")
+    _check_outputs(json, plot)
     _require_gpu()
     result = _measure(settings)
     if json is not None and str(json) != "-":
         json.write_text(result.to_json() + "\n")
     _show(result, every_arm or sweep_bv, to_stderr=str(json) == "-")
     if plot is not None:
-        from kda_tooling.bench.report import plot as draw
+        from kda_tooling.bench.plot import plot as draw
 
-        draw(result, plot)
+        draw([result], plot)
     if str(json) == "-":
         typer.echo(result.to_json())
 
 
 def _measure(settings: SweepSettings) -> SweepResult:
     """Compile in parallel, then measure, with a progress bar each; exits with 1 where the bits differ."""
+    import torch
     from rich.progress import Progress
 
-    from kda_tooling.bench.sweep import BitsDifferError, build_arms, build_problems, run_sweep
+    from kda_tooling.bench.bits import BitsDifferError
+    from kda_tooling.bench.sweep import build_arms, build_problems, check_memory, run_sweep
     from kda_tooling.bench.warmup import compile_all, compile_jobs
     from kda_tooling.peers import load_peer
 
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    try:
+        check_memory(settings, properties.L2_cache_size, properties.total_memory)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     console = Console(stderr=True)
     peers = [load_peer(spec) for spec in settings.peers]
     owners = {
@@ -137,22 +157,22 @@ def _measure(settings: SweepSettings) -> SweepResult:
         task = progress.add_task(f"compiling {len(jobs)} variants", total=len(jobs))
         compile_all(settings, jobs, on_done=lambda name: progress.advance(task))
     compiled = time.monotonic()
-    with Progress(console=console) as progress:
-        cells = settings.cells()
-        task = progress.add_task("measuring", total=len(cells))
+    cells = settings.cells()
+    try:
+        with Progress(console=console) as progress:
+            task = progress.add_task("measuring", total=len(cells))
 
-        def on_cell(draft_tokens: int, batch: int) -> None:
-            progress.update(
-                task, description=f"measuring T = {draft_tokens}, B = {batch}",
-                completed=cells.index((draft_tokens, batch)),
-            )  # fmt: skip
+            def on_cell(draft_tokens: int, batch: int) -> None:
+                progress.update(
+                    task, description=f"measuring T = {draft_tokens}, B = {batch}",
+                    completed=cells.index((draft_tokens, batch)),
+                )  # fmt: skip
 
-        try:
             result = run_sweep(settings, on_cell)
-        except BitsDifferError as error:
-            console.print(f"[red]Bits differ, nothing was timed:[/red] {error}")
-            raise typer.Exit(1) from None
-        progress.update(task, completed=len(cells))
+            progress.update(task, completed=len(cells))
+    except BitsDifferError as error:
+        console.print(f"[red]Bits differ, nothing was timed:[/red] {error}", highlight=False)
+        raise typer.Exit(1) from None
     console.print(f"compiled in {compiled - started:.0f} s, measured in {time.monotonic() - compiled:.0f} s")
     return result
 
@@ -169,28 +189,34 @@ def _show(result: SweepResult, every_arm: bool, to_stderr: bool = False) -> None
 
 
 def report(
-    results: Annotated[Path, typer.Argument(help="JSON file that kda sweep wrote.", exists=True, dir_okay=False)],
+    results: Annotated[
+        list[Path], typer.Argument(help="JSON files that kda sweep wrote.", exists=True, dir_okay=False)
+    ],
     every_arm: Annotated[bool, typer.Option("--every-arm", help="Print all arms, not each lane's fastest.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the picture here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the picture here (.png, .svg, .pdf).")] = None,
     readme: Annotated[
-        Path | None, typer.Option(help="Replace the results table between this file's markers.", exists=True)
+        Path | None,
+        typer.Option(help="Replace the results between this file's markers.", exists=True, dir_okay=False),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
 ) -> None:
-    """Show a stored sweep as tables; redraw its picture; renew the README's table from it."""
-    from kda_tooling.bench.markdown import replace_results
-    from kda_tooling.bench.report import plot as draw
+    """Show stored sweeps as tables; redraw their picture; renew the README's results from them."""
+    from kda_tooling.bench.markdown import replace_block, results_block
+    from kda_tooling.bench.plot import plot as draw
     from kda_tooling.bench.results import load_results
 
     try:
-        result = load_results(results)
-        if readme is not None:
-            readme.write_text(replace_results(readme.read_text(), result, results))
-    except ValueError as error:
+        loaded = [(load_results(path), path) for path in results]
+        page = None if readme is None else replace_block(readme.read_text(), results_block(loaded, readme, plot))
+        if plot is not None:
+            draw([result for result, _ in loaded], plot)
+        if readme is not None and page is not None:
+            readme.write_text(page)
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    if plot is not None:
-        draw(result, plot)
     if json:
-        typer.echo(result.to_json())
-    else:
-        _show(result, every_arm)
+        texts = [result.to_json() for result, _ in loaded]
+        typer.echo(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
+    for result, _ in loaded:
+        if not json:
+            _show(result, every_arm)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kda_kernels import Ring
 from kda_tooling.peers.sglang import load_sglang
 from kda_tooling.problem import VerifyProblem
 
@@ -25,8 +26,12 @@ class Peer(Protocol):
         """Arm name -> verify function, for every variant that takes ``problem``; ring mode."""
         ...
 
+    def not_taken(self, problem: VerifyProblem) -> dict[str, str]:
+        """Arm name -> why the peer cannot run it on ``problem``; empty where it runs everything."""
+        ...
+
     def commit(
-        self, ssm_state: torch.Tensor, ring: object, conv_state: torch.Tensor, conv_window: torch.Tensor,
+        self, ssm_state: torch.Tensor, ring: Ring, conv_state: torch.Tensor, conv_window: torch.Tensor,
         slots: torch.Tensor, accept_lens: torch.Tensor,
     ) -> None:  # fmt: skip
         """Commit all layers' accepted prefixes in place, from the ring and the conv windows."""

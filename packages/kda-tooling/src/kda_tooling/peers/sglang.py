@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kda_kernels import Ring
 
+from kda_kernels import CONV_WIDTH, Ring
 from kda_tooling.problem import VerifyProblem
 
 FILES = (
@@ -71,6 +71,7 @@ def _package(name: str) -> types.ModuleType:
 
 
 def _find_root(path: Path) -> Path:
+    path = path.resolve()
     for root in (path, path.parent):
         if (root / "sglang" / "kernels").is_dir():
             return root
@@ -145,11 +146,17 @@ class SglangPeer:
     def verify_arms(self, problem: VerifyProblem) -> dict[str, Callable[[VerifyProblem], torch.Tensor]]:
         """The unfused+ring lane and the fused+ring lane at every V tile, where their kernels take the problem."""
         arms: dict[str, Callable[[VerifyProblem], torch.Tensor]] = {"unfused+ring": self.verify_unfused}
-        if problem.draft_tokens >= 3:
+        if not self.not_taken(problem):
             for block_v in FUSED_BLOCK_V:
                 if block_v <= problem.shape.head_v_dim:
                     arms[f"fused+ring bv{block_v}"] = lambda p, bv=block_v: self.verify_fused(p, bv)  # type: ignore[misc]
         return arms
+
+    def not_taken(self, problem: VerifyProblem) -> dict[str, str]:
+        """Arm name -> why: the fused kernel asserts T >= conv width - 1."""
+        if problem.draft_tokens >= CONV_WIDTH - 1:
+            return {}
+        return {"fused+ring": f"its fused kernel takes at least {CONV_WIDTH - 1} draft tokens"}
 
     def verify_unfused(self, p: VerifyProblem, snapshots: bool = False) -> torch.Tensor:
         """conv update, then recurrence, with the two transposes in between that the engine does. [B*T, HV, V].
@@ -186,10 +193,11 @@ class SglangPeer:
     def verify_fused(self, p: VerifyProblem, block_v: int) -> torch.Tensor:
         """The fused kernel with its V tile set to ``block_v``. [B*T, HV, V]."""
         shape = p.shape
-        before = self._fused.KDA_VERIFY_BLOCK_V
-        self._fused.KDA_VERIFY_BLOCK_V = block_v
+        fused: Any = self._fused  # a module whose names mypy cannot know
+        before = fused.KDA_VERIFY_BLOCK_V
+        fused.KDA_VERIFY_BLOCK_V = block_v
         try:
-            out = self._fused.fused_kda_conv_gating_verify(
+            out = fused.fused_kda_conv_gating_verify(
                 mixed_qkv=p.mixed_qkv, conv_weight=p.params.conv_weight, conv_bias=p.params.conv_bias,
                 conv_state=p.state.conv_state.transpose(-1, -2), conv_state_indices=p.slots,
                 intermediate_conv_window=p.state.conv_window.transpose(-1, -2),
@@ -201,7 +209,7 @@ class SglangPeer:
                 **_ring_keywords(p),
             )  # fmt: skip
         finally:
-            self._fused.KDA_VERIFY_BLOCK_V = before
+            fused.KDA_VERIFY_BLOCK_V = before
         return out.view(-1, shape.num_v_heads, shape.head_v_dim)
 
     def commit(

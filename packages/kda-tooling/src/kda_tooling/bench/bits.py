@@ -1,0 +1,113 @@
+"""Do the arms agree? Checked before anything is timed: records and outputs of verify, states after commit."""
+
+from __future__ import annotations
+
+import torch
+
+from kda_kernels import Ring, Snapshots
+from kda_tooling.bench.arms import OURS, Arm, commit_arms
+from kda_tooling.problem import Problems, VerifyProblem
+
+OUTPUT_TOLERANCE = 1e-3
+"""Relative norm of a peer's output against ours: other summation orders flip last places of 16-bit outputs."""
+
+STATE_TOLERANCE = 1e-5
+"""Relative norm of a peer's committed fp32 state against ours: other summation orders differ by a few ulps, 1e-7 each.
+A token too many or too few, or a wrong slot, is off by 1e-2 and more."""
+
+POISON = 3.0
+"""What every buffer that an arm must write is filled with before."""
+
+
+class BitsDifferError(RuntimeError):
+    """Arms that must agree bit for bit do not; nothing was timed."""
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
+
+
+def _written(problem: VerifyProblem, mode: str) -> dict[str, torch.Tensor]:
+    record: Ring | Snapshots | None = problem.ring if mode == "ring" else problem.snapshots
+    tensors = {"conv_window": problem.state.conv_window}
+    if isinstance(record, Ring):
+        tensors |= {name: getattr(record, name) for name in ("raw_v", "raw_k", "g", "beta")}
+    elif record is not None:
+        tensors["snapshots"] = record.states
+    return tensors
+
+
+class _Expected:
+    """The first arm's value of each tensor, which the following arms' are compared with."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[str, torch.Tensor]] = {}
+
+    def equal(self, arm: Arm, name: str, tensor: torch.Tensor) -> None:
+        """Same bits as the first arm's, or `BitsDifferError`."""
+        owner, first = self._first.setdefault(name, (arm.name, tensor.clone()))
+        if not torch.equal(_bits(tensor), _bits(first)):
+            count = int((_bits(tensor) != _bits(first)).sum())
+            raise BitsDifferError(
+                f"{arm.name}: {name} differs from that of {owner} in {count} of {tensor.numel()} values"
+            )
+
+    def close(self, arm: Arm, name: str, tensor: torch.Tensor, tolerance: float) -> None:
+        """Within a relative distance in norm of the first arm's, or `BitsDifferError`."""
+        owner, first = self._first.setdefault(name, (arm.name, tensor.clone()))
+        relative = float((tensor.float() - first.float()).norm() / first.float().norm())
+        if not relative < tolerance:  # NaN is refused too
+            raise BitsDifferError(
+                f"{arm.name}: {name} differs from that of {owner} by {relative:.1e} in norm; allowed is {tolerance}"
+            )
+
+
+def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
+    """Run every arm once on poisoned buffers and compare: records and windows, outputs of ours, with equal bits.
+
+    A peer's output is compared within `OUTPUT_TOLERANCE`. ``state.conv_state`` is restored after each arm: SGLang's
+    unfused lane rolls it.
+
+    Raises:
+        BitsDifferError: an arm differs; the message names both arms and the tensor.
+    """
+    conv_state = problem.state.conv_state.clone()
+    expected = _Expected()
+    for arm in arms:
+        tensors = _written(problem, arm.mode)
+        for tensor in tensors.values():
+            tensor.fill_(POISON)
+        out = arm.verify(problem)
+        problem.state.conv_state.copy_(conv_state)
+        for name, tensor in tensors.items():
+            expected.equal(arm, name, tensor)
+        if arm.owner == OURS:
+            expected.equal(arm, "output", out)
+        else:
+            expected.close(arm, "output", out, OUTPUT_TOLERANCE)
+
+
+def check_commits(problems: Problems, arms: list[Arm], accept_lens: torch.Tensor) -> None:
+    """Commit each owner's and mode's own records of all layers once, and compare conv and recurrent states.
+
+    Ours must agree bit for bit, ring with snapshots; a peer's recurrent state within `STATE_TOLERANCE`. The states are
+    restored; the records of every mode stay filled, so that commits can be timed afterwards.
+
+    Raises:
+        BitsDifferError: an arm differs; the message names both arms and the tensor.
+    """
+    state = problems.state
+    before = state.conv_state.clone(), state.ssm_state.clone()
+    expected = _Expected()
+    for arm in commit_arms(arms):
+        for problem in problems.layers:
+            arm.verify(problem)
+        state.conv_state.copy_(before[0])
+        arm.commit(problems, accept_lens)
+        expected.equal(arm, "conv_state", state.conv_state)
+        if arm.owner == OURS:
+            expected.equal(arm, "ssm_state", state.ssm_state)
+        else:
+            expected.close(arm, "ssm_state", state.ssm_state, STATE_TOLERANCE)
+        state.conv_state.copy_(before[0])
+        state.ssm_state.copy_(before[1])
