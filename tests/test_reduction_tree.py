@@ -15,9 +15,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kda_kernels._triton.arithmetic import dot_k, inverse_norm, l2_normalise
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from kda_kernels._triton.arithmetic import dot_k, inverse_norm, l2_normalise
 
 
 def round_to_float32(value: Fraction) -> float:

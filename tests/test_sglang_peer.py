@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kda_kernels import KdaShape, fold, scatter_conv, verify_fused, verify_unfused
 from kda_tooling.peers import load_peer
 from kda_tooling.peers.sglang import SglangPeer
 from kda_tooling.problem import VerifyProblem, random_problems
-
 from tests.support.bits import as_bits
 
 RING_FIELDS = ("raw_v", "raw_k", "g", "beta")
@@ -95,9 +95,7 @@ def test_a_ring_written_by_sglang_folds_here_to_the_state_its_own_fold_commits()
     element differs by a few ulps of the largest contribution: 1e-6 in norm is far above that, and far below a step.
     """
     shape, tokens, layers, accept = KdaShape(8, 8, 128, 128), 4, 2, 3
-    problems = random_problems(
-        shape, layers=layers, batch=4, draft_tokens=tokens, dtype=torch.bfloat16, device="cuda"
-    )
+    problems = random_problems(shape, layers=layers, batch=4, draft_tokens=tokens, dtype=torch.bfloat16, device="cuda")
     peer = _peer()
     for problem in problems.layers:
         peer.verify_fused(problem, 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
 from kda_kernels import (
     KdaShape,
     LaunchConfig,

@@ -10,6 +10,7 @@ from kda_kernels.commit import fold, scatter_conv, scatter_snapshots
 from kda_kernels.errors import ErrorKind, describe_errors, new_error_counts
 from kda_kernels.reference import (
     fold_reference,
+    reference_precision,
     scatter_conv_reference,
     scatter_snapshots_reference,
     verify_reference,
@@ -34,6 +35,7 @@ __all__ = [
     "fold_reference",
     "host_checks",
     "new_error_counts",
+    "reference_precision",
     "scatter_conv",
     "scatter_conv_reference",
     "scatter_reason",

@@ -67,7 +67,7 @@ def _tensor_reason(
 
 
 def _pitch_reason(name: str, tensor: torch.Tensor, lead: int) -> str | None:
-    """Refuse overlapping entries of a buffer that is written: each of the ``lead`` outer strides must clear the inner."""
+    """Refuse a written buffer whose entries overlap: each of the ``lead`` outer strides must clear the inner."""
     extent = math.prod(tensor.shape[lead:])
     for dim in reversed(range(lead)):
         if tensor.shape[dim] > 1 and tensor.stride(dim) < extent:
@@ -96,7 +96,9 @@ def _first(*reasons: str | None) -> str | None:
     return next((r for r in reasons if r), None)
 
 
-def ring_reason(ring: Ring, shape: KdaShape, dtype: torch.dtype, device: torch.device, lead: tuple[int, ...]) -> str | None:
+def ring_reason(
+    ring: Ring, shape: KdaShape, dtype: torch.dtype, device: torch.device, lead: tuple[int, ...]
+) -> str | None:
     """Why ``ring`` is not one of ``shape`` with leading dimensions ``lead`` ([slots] or [layers, slots]), or None."""
     for name in ("raw_v", "raw_k", "g", "beta"):
         if not isinstance(getattr(ring, name), torch.Tensor):
@@ -187,7 +189,7 @@ def verify_reason(
         return f"draft_tokens must be at least 1, got {draft_tokens}"
     if slots.ndim != 1:
         return f"slots must have shape [B], got {list(slots.shape)}"
-    batch, h, hv, k, v = slots.shape[0], *(shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim)
+    batch, hv, k, v = slots.shape[0], shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
     tokens, d = batch * draft_tokens, shape.conv_dim
     activation = (dtype,)
     reason = _first(
@@ -233,7 +235,9 @@ def verify_reason(
         None if rows is None else _index_reason("rows", rows, batch, device, 0, num_rows - 1),
         _errors_reason(errors, device),
         None if out is None else _tensor_reason("out", out, (tokens, hv, v), activation, device, packed=3),
-        None if workspace is None else _tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2),
+        None
+        if workspace is None
+        else _tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2),
         pdl_reason(config.pdl, device) if config is not None and needs_kernels else None,
     )
 

@@ -2,10 +2,13 @@
 
 Same signatures as the kernels. Elementwise parts round where the kernels round (conv products of 16-bit weights,
 SiLU outputs, ring records, outputs); sums over K use torch's order, so results agree with the kernels within rounding,
-not bit for bit.
+not bit for bit. Intermediates are fp32, or fp64 inside ``reference_precision(torch.float64)``.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
@@ -14,23 +17,43 @@ from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
 from kda_kernels.errors import ErrorKind
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
+_compute = torch.float32
+
+
+@contextlib.contextmanager
+def reference_precision(dtype: torch.dtype) -> Iterator[None]:
+    """Compute the references' intermediates in ``dtype``; what is stored keeps the dtype of its tensor.
+
+    Raises:
+        ValueError: ``dtype`` is neither torch.float32 nor torch.float64.
+    """
+    global _compute
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    before, _compute = _compute, dtype
+    try:
+        yield
+    finally:
+        _compute = before
+
 
 def conv_silu(columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Causal conv of width 4 and SiLU. columns: [T+3, D], oldest first; weight: [D, 4] -> [T, D] in columns' dtype."""
     tokens = columns.shape[0] - 3
-    acc = torch.zeros(tokens, columns.shape[1], dtype=torch.float32, device=columns.device)
+    acc = torch.zeros(tokens, columns.shape[1], dtype=_compute, device=columns.device)
     if bias is not None:
-        acc = acc + bias.float()
+        acc = acc + bias.to(_compute)
     for tap in range(4):
-        product = columns[tap : tap + tokens].float() * weight[:, tap].float()
-        acc = acc + product.to(weight.dtype).float()
+        product = columns[tap : tap + tokens].to(_compute) * weight[:, tap].to(_compute)
+        # A 16-bit weight's product is rounded to its type; an fp32 weight's is not.
+        acc = acc + (product if weight.dtype == torch.float32 else product.to(weight.dtype).to(_compute))
     return (acc / (1 + torch.exp(-acc))).to(columns.dtype)
 
 
 def log_decay(a: torch.Tensor, params: LayerParams, shape: KdaShape) -> torch.Tensor:
-    """Per-channel log-decay. a: [T, HV*K] -> [T, HV, K] fp32, <= 0."""
-    x = (a.float() + params.dt_bias).view(-1, shape.num_v_heads, shape.head_k_dim)
-    rate = torch.exp(params.A_log)[:, None]
+    """Per-channel log-decay. a: [T, HV*K] -> [T, HV, K], <= 0."""
+    x = (a.to(_compute) + params.dt_bias).view(-1, shape.num_v_heads, shape.head_k_dim)
+    rate = torch.exp(params.A_log.to(_compute))[:, None]
     if params.lower_bound is not None:
         return params.lower_bound * torch.sigmoid(rate * x)
     return -rate * torch.where(x <= 20.0, torch.log(1.0 + torch.exp(x)), x)
@@ -120,7 +143,7 @@ def _verify_request(
     q_raw, k_raw, v_raw = y.split([h * k_dim, h * k_dim, hv * shape.head_v_dim], dim=1)
     k_raw, v_raw = k_raw.view(tokens, h, k_dim), v_raw.view(tokens, hv, shape.head_v_dim)
     g = log_decay(a, params, shape)
-    beta = 1.0 / (1.0 + torch.exp(-b.float()))
+    beta = 1.0 / (1.0 + torch.exp(-b.to(_compute)))
     if isinstance(record, Ring):
         n = min(tokens, record.length)
         record.raw_v[slot, :, :n] = v_raw[:n].transpose(0, 1)
@@ -128,12 +151,12 @@ def _verify_request(
         record.g[slot, :, :n] = g[:n].transpose(0, 1)
         record.beta[slot, :, :n] = beta[:n].T
     group = hv // h
-    q = (l2_normalise(q_raw.view(tokens, h, k_dim).float()) * params.scale_for(shape)).repeat_interleave(group, 1)
-    k = l2_normalise(k_raw.float()).repeat_interleave(group, 1)
-    S = state.ssm_state[slot]
+    q = (l2_normalise(q_raw.view(tokens, h, k_dim).to(_compute)) * params.scale_for(shape)).repeat_interleave(group, 1)
+    k = l2_normalise(k_raw.to(_compute)).repeat_interleave(group, 1)
+    S = state.ssm_state[slot].to(_compute)
     outputs = []
     for t in range(tokens):
-        S = delta_step(S, k[t], v_raw[t].float(), g[t], beta[t])
+        S = delta_step(S, k[t], v_raw[t].to(_compute), g[t], beta[t])
         outputs.append((S * q[t][:, None, :]).sum(-1))
         if isinstance(record, Snapshots):
             record.states[row, t] = S
@@ -196,10 +219,11 @@ def fold_reference(
     ):
         for layer in range(ssm_state.shape[0]):
             records = ring.layer(layer)
-            S = ssm_state[layer, slot]
+            S = ssm_state[layer, slot].to(_compute)
             for t in range(accept):
-                k = l2_normalise(records.raw_k[slot, :, t].float()).repeat_interleave(group, 0)
-                S = delta_step(S, k, records.raw_v[slot, :, t].float(), records.g[slot, :, t], records.beta[slot, :, t])
+                k = l2_normalise(records.raw_k[slot, :, t].to(_compute)).repeat_interleave(group, 0)
+                v, g, beta = (x[slot, :, t].to(_compute) for x in (records.raw_v, records.g, records.beta))
+                S = delta_step(S, k, v, g, beta)
                 if track >= 0 and t == step:
                     ssm_state[layer, track] = S
             ssm_state[layer, slot] = S

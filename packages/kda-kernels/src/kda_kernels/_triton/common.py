@@ -28,7 +28,7 @@ def count_error(errors, KIND: tl.constexpr, condition, COUNT: tl.constexpr):
 
 @triton.jit
 def load_slot(slots, i, num_slots, errors, first, COUNT: tl.constexpr):
-    """(slot int64, usable) of batch position i. -1 is padding; anything else outside the pool is counted by ``first``."""
+    """(slot int64, usable) of batch position i. -1 is padding; any other outside the pool is counted by ``first``."""
     slot = tl.load(slots + i).to(tl.int64)
     usable = (slot >= 0) & (slot < num_slots)
     count_error(errors, SLOT_ERROR, first & ((slot < -1) | (slot >= num_slots)), COUNT)
@@ -59,7 +59,7 @@ def load_accept(accept_lens, i, limit, usable, errors, first, COUNT: tl.constexp
 
 @triton.jit
 def load_track(track_slots, track_steps, i, accept, num_slots, errors, first, COUNT: tl.constexpr):
-    """(slot int64, step, wanted): a second slot that receives the state after ``step``, if inside the accepted prefix."""
+    """(slot int64, step, wanted): a second slot that gets the state after ``step``, if in the accepted prefix."""
     slot = tl.load(track_slots + i).to(tl.int64)
     step = tl.load(track_steps + i).to(tl.int64)
     bad = (slot < -1) | (slot >= num_slots)
