@@ -76,9 +76,13 @@ def _commit(mode: str) -> Callable[[Problems, torch.Tensor], None]:
     def run(problems: Problems, accept_lens: torch.Tensor) -> None:
         first = problems.layers[0]
         common = {"slots": first.slots, "accept_lens": accept_lens, "draft_tokens": first.draft_tokens}
-        if mode == "ring" and problems.ring is not None:
+        if mode == "ring":
+            if problems.ring is None:
+                raise ValueError("the problems hold no ring")
             fold(problems.state.ssm_state, problems.ring, shape=first.shape, **common)  # type: ignore[arg-type]
-        elif problems.snapshots is not None:
+        else:
+            if problems.snapshots is None:
+                raise ValueError("the problems hold no snapshots")
             scatter_snapshots(problems.state.ssm_state, problems.snapshots, **common)  # type: ignore[arg-type]
         scatter_conv(problems.state.conv_state, problems.state.conv_window, **common)  # type: ignore[arg-type]
 

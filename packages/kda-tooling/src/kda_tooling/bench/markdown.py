@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,15 +27,16 @@ def _provenance(result: SweepResult, source: str) -> str:
     peers = " beside " + ", ".join(f"{n} {v}" for n, v in result.peers.items()) if result.peers else ""
     gate = "standard gate" if settings["lower_bound"] is None else f"safe gate {settings['lower_bound']:g}"
     pdl = ", PDL on in every arm" if m.sm >= PDL_SM else ""
-    spread = max(arm.spread for cell in result.cells for arm in cell.arms)
+    spreads = [arm.spread * 100 for cell in result.cells for arm in cell.arms]
     return (
         f"Microseconds per layer on one {m.gpu}, {m.date}{peers}: H = {shape['num_heads']}, "
         f"HV = {shape['num_v_heads']}, K = {shape['head_k_dim']}, V = {shape['head_v_dim']}, {settings['dtype']}, "
         f"{gate}; CUDA-graph replays, {'L2-hot' if settings['hot'] else 'L2-cold'}, arms interleaved in one run, "
-        f"medians of passes that lie within {spread * 100:.1f} % of them{pdl}. A lane's fastest launch configuration "
-        f"stands for it; bold: fastest of the row. The floor is every mandatory byte of the ring lanes once, at the "
-        f"{m.copy_bytes_per_second / 1e12:.2f} TB/s that a device copy reached. torch {m.torch}, triton {m.triton}, "
-        f"commit {m.commit}. Data: `{source}`, measured with `{command_of(settings)}`."
+        f"passes within {max(spreads):.1f} % of their median (typically {statistics.median(spreads):.1f} %){pdl}. "
+        "A lane's fastest launch configuration stands for it; bold: fastest of the row. The floor is every mandatory "
+        f"byte of the ring lanes once, at the {m.copy_bytes_per_second / 1e12:.2f} TB/s that a device copy reached. "
+        f"torch {m.torch}, triton {m.triton}, commit {m.commit}. Data: `{source}`, measured with "
+        f"`{command_of(settings)}`."
     )
 
 

@@ -122,19 +122,26 @@ def arm_result(arm: Arm, timing: Timing, floor_us: float) -> ArmResult:
     )  # fmt: skip
 
 
-def measure_cell(settings: SweepSettings, draft_tokens: int, batch: int, peers: list[Peer], machine: Machine) -> Cell:
-    """Check and time one cell on the current CUDA device.
+def measure_cell(
+    settings: SweepSettings,
+    draft_tokens: int,
+    batch: int,
+    peers: list[Peer],
+    machine: Machine,
+    device: str = "cuda",
+) -> Cell:
+    """Check and time one cell on ``device``; anything but the current CUDA device needs a fake clock.
 
     Raises:
         BitsDifferError: the arms disagree.
     """
     layers, rotated = rotation_layers(settings, draft_tokens, batch, machine.l2_bytes)
-    problems = build_problems(settings, draft_tokens, batch, layers, "cuda")
+    problems = build_problems(settings, draft_tokens, batch, layers, device)
     arms = build_arms(settings, problems.layers[0], peers)
     skipped = {f"{p.name} {name}": why for p in peers for name, why in p.not_taken(problems.layers[0]).items()}
     check_bits(problems.layers[0], arms)
     accept = settings.accept_for(draft_tokens)
-    accept_lens = torch.full((batch,), accept, dtype=torch.int32, device="cuda")
+    accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
     if settings.kind != "verify":
         check_commits(problems, arms, accept_lens)
     if settings.kind == "commit":

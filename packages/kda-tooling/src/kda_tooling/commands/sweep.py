@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 ALL_MODES = ("unfused", "unfused+ring", "fused", "fused+ring")
 
+SHAPE_OPTIONS = {
+    "num_heads": "--heads",
+    "num_v_heads": "--hv-heads",
+    "head_k_dim": "--head-k-dim",
+    "head_v_dim": "--head-v-dim",
+}
+"""Fields of `kda_kernels.KdaShape`, whose errors name them, and the options that set them."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
@@ -114,8 +122,11 @@ def sweep(
         )  # fmt: skip
         for spec in settings.peers:
             load_peer(spec)
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from None
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        message = str(error)
+        for field, option in SHAPE_OPTIONS.items():
+            message = message.replace(field, option)
+        raise typer.BadParameter(message) from None
     _check_outputs(json, plot)
     _require_gpu()
     result = _measure(settings)

@@ -1,0 +1,192 @@
+"""Tables, the README's block, and `kda report`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kda_tooling.bench.markdown import BEGIN, END, replace_block, results_block, results_markdown
+from kda_tooling.bench.report import best_ratio, header, tables
+from kda_tooling.bench.results import SweepResult
+from kda_tooling.bench.settings import SweepSettings
+from kda_tooling.cli import app
+
+runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+PAGE = f"# Title\n\nbefore\n{BEGIN}\nstale\n{END}\nafter\n"
+
+
+def printed(result: SweepResult, every_arm: bool = False) -> list[list[str]]:
+    """The tables' rows as a terminal 250 columns wide shows them, cells stripped."""
+    console = Console(width=250, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    for table in tables(result, every_arm):
+        console.print(table)
+    lines = console.export_text().splitlines()
+    return [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in lines]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a Markdown text's table rows."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def test_a_row_says_latency_spread_and_ratio_to_the_floor(example: SweepResult) -> None:
+    lines = printed(example)
+    assert ["verify, T = 4: us per layer ±spread, x byte floor"] in lines
+    assert ["verify, T = 8: us per layer ±spread, x byte floor"] in lines
+    heads = next(line for line in lines if line[0] == "B")
+    assert heads == [
+        "B", "layers", "floor, ring", "kda fused", "kda fused+ring", "kda unfused", "kda unfused+ring",
+        "sglang fused+ring", "sglang unfused+ring", "best ours / best sglang",
+    ]  # fmt: skip
+    row = dict(zip(heads, next(line for line in lines if line[0] == "64"), strict=True))
+    arm = example.cells[3].best("kda", lane="fused+ring")
+    assert arm is not None
+    assert row["kda fused+ring"] == f"{arm.median_us:.2f} ±1.0%  {arm.median_us / arm.floor_us:.2f}x"
+    assert row["floor, ring"] == f"{arm.floor_us:.2f}"
+    assert row["layers"] == "192"
+    # the lane's fastest arm stands for it: bv16, not bv4
+    assert row["sglang fused+ring"].startswith(f"{example.cells[3].arms[6].median_us:.2f} ")
+    ratio = best_ratio(example.cells[3], "sglang")
+    assert ratio == arm.median_us / min(a.median_us for a in example.cells[3].arms if a.owner == "sglang")
+    assert row["best ours / best sglang"] == f"{ratio:.2f}"
+
+
+def test_every_arm_has_a_row_of_its_own_on_demand(example: SweepResult) -> None:
+    names = [line[0] for line in printed(example, every_arm=True)]
+    for arm in example.cells[0].arms:
+        assert names.count(arm.name) == 2
+
+
+def test_missing_arms_and_hot_cells_are_shown(sweep_factory: Callable[..., SweepResult]) -> None:
+    hot = sweep_factory(SweepSettings(hot=True, batch_sizes=(1, 4), modes=("fused+ring",)))
+    first = dataclasses.replace(
+        hot.cells[0], arms=hot.cells[0].arms[:1], skipped={"sglang fused+ring": "it takes 3 draft tokens or more"}
+    )
+    lines = printed(dataclasses.replace(hot, cells=[first, hot.cells[1]]))
+    row = next(line for line in lines if line[0] == "1")
+    assert row[1] == "1 hot"
+    assert row[-3:] == ["-", "-", "-"]
+    assert any("not measured: sglang fused+ring: it takes 3 draft tokens or more" in line[0] for line in lines)
+
+
+def test_the_header_names_machine_versions_and_peers(example: SweepResult) -> None:
+    text = header(example)
+    for part in ("Example GPU (sm90)", "SM 1, memory 2", "driver 1.2", "60 MiB", "4.30 TB/s", "2.11.0", "3.6.0",
+                 "0123456789ab", "2026-01-31", "sglang 0.5.23"):  # fmt: skip
+        assert part in text
+
+
+def test_markdown_has_provenance_and_a_table_per_draft_length(example: SweepResult) -> None:
+    text = results_markdown(example, "benchmarks/measured/x.json")
+    for part in (
+        "one Example GPU, 2026-01-31 beside sglang 0.5.23",
+        "H = 8, HV = 8, K = 128, V = 128, bf16, safe gate -5; CUDA-graph replays, L2-cold, arms interleaved",
+        "passes within 1.0 % of their median (typically 1.0 %), PDL on in every arm",
+        "at the 4.30 TB/s that a device copy reached",
+        "torch 2.11.0, triton 3.6.0, commit 0123456789ab",
+        "Data: `benchmarks/measured/x.json`, measured with "
+        "`kda sweep --batch-sizes 1 4 16 64 256 --draft-tokens 4 8 --peer sglang=peer`",
+    ):
+        assert part in text
+    found = rows(text)
+    assert [row[0] for row in found] == [
+        "verify, T = 4", "---", *(f"B = {b}" for b in (1, 4, 16, 64, 256)),
+        "verify, T = 8", "---", *(f"B = {b}" for b in (1, 4, 16, 64, 256)),
+    ]  # fmt: skip
+    assert len({len(row) for row in found}) == 1
+    bold = [[cell for cell in row if cell.startswith("**")] for row in found if row[0].startswith("B =")]
+    best = [min(arm.median_us for arm in cell.arms) for cell in example.cells]
+    assert bold == [[f"**{us:.2f}**"] for us in best]
+
+
+def test_markdown_of_other_settings(sweep_factory: Callable[..., SweepResult]) -> None:
+    settings = SweepSettings(hot=True, kind="round", accept=2, lower_bound=None, modes=("fused",))
+    result = sweep_factory(settings)
+    cells = [dataclasses.replace(c, arms=[a for a in c.arms if a.owner == "kda"]) for c in result.cells]
+    old = dataclasses.replace(result.machine, sm=80)
+    text = results_markdown(dataclasses.replace(result, machine=old, peers={}, cells=cells), "x.json")
+    assert "L2-hot" in text
+    assert "standard gate" in text
+    assert "PDL" not in text
+    assert "beside" not in text
+    assert "| round, accept 2, T = 4 | kda fused | byte floor |" in text
+    assert rows(text)[2][-1] == "-"  # the floor shown is that of ring lanes
+
+
+def test_only_the_part_between_the_markers_is_replaced_and_again_the_same(example: SweepResult, tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    block = results_block([(example, tmp_path / "data" / "x.json")], page)
+    once = replace_block(PAGE, block)
+    assert once.startswith(f"# Title\n\nbefore\n{BEGIN}\n")
+    assert once.endswith(f"{END}\nafter\n")
+    assert "stale" not in once
+    assert replace_block(once, block) == once
+    assert "`data/x.json`" in once
+    assert once.count("Renewed by `kda report data/x.json --readme README.md`.") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nothing", f"{BEGIN} only", f"only {END}", f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}", f"{BEGIN} {END} {END}"],
+)
+def test_missing_doubled_or_swapped_markers_are_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="once each, in this order"):
+        replace_block(text, "new")
+
+
+@pytest.fixture
+def stored(example: SweepResult, sweep_factory: Callable[..., SweepResult], tmp_path: Path) -> Path:
+    """A folder with two sweeps and a page."""
+    (tmp_path / "verify.json").write_text(example.to_json())
+    (tmp_path / "round.json").write_text(sweep_factory(SweepSettings(kind="round")).to_json())
+    (tmp_path / "README.md").write_text(PAGE)
+    return tmp_path
+
+
+def test_report_renews_page_and_picture_by_one_command(stored: Path) -> None:
+    arguments = ["report", str(stored / "verify.json"), str(stored / "round.json"), "--readme"]
+    arguments += [str(stored / "README.md"), "--plot", str(stored / "sweep.png")]
+    for _ in range(2):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert "verify, T = 8" in result.output
+    assert "round, accept 3, T = 4" in result.output
+    text = (stored / "README.md").read_text()
+    assert text.count("](sweep.png)") == 1
+    assert "`kda report verify.json round.json --readme README.md --plot sweep.png`" in text
+    assert text.count("Microseconds per layer on one Example GPU") == 2
+    assert (stored / "sweep.png").stat().st_size > 10_000
+
+
+def test_report_prints_json(stored: Path, example: SweepResult) -> None:
+    one = runner.invoke(app, ["report", str(stored / "verify.json"), "--json"])
+    assert json.loads(one.stdout) == json.loads(example.to_json())
+    both = runner.invoke(app, ["report", str(stored / "verify.json"), str(stored / "round.json"), "--json"])
+    assert [sweep["settings"]["kind"] for sweep in json.loads(both.stdout)] == ["verify", "round"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "Missing argument"),
+        ("DIR/none.json", "does not exist"),
+        ("DIR", "is a directory"),
+        ("DIR/README.md", "is not JSON"),
+        ("DIR/verify.json --readme DIR/none.md", "does not exist"),
+        ("DIR/verify.json --readme DIR/verify.json", "must have the markers"),
+        ("DIR/verify.json --readme DIR/README.md --plot DIR/sweep.jpg", "must end in .png, .svg or .pdf"),
+        ("DIR/verify.json --readme DIR/README.md --plot DIR/none/sweep.png", "is missing"),
+        ("DIR/verify.json --nonsense", "No such option"),
+    ],
+)
+def test_report_refuses_and_leaves_the_page_alone(arguments: str, message: str, stored: Path) -> None:
+    result = runner.invoke(app, ["report", *arguments.replace("DIR", str(stored)).split()])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert (stored / "README.md").read_text() == PAGE
