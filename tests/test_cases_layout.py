@@ -29,7 +29,7 @@ Verify = Callable[..., torch.Tensor]
 LANES = [pytest.param(verify_fused, id="fused"), pytest.param(verify_unfused, id="unfused")]
 WITH_REFERENCE = [*LANES, pytest.param(verify_reference, id="reference")]
 RING = ("raw_v", "raw_k", "g", "beta")
-SMALL, LARGE = Case(B=2, T=2, H=1, HV=2, K=64), Case(B=4, T=4, H=4, HV=8, K=128)
+SMALL, LARGE = Case(B=2, T=2, H=1, HV=2, K=64), Case(B=4, T=3, H=4, HV=8, K=128)
 
 
 def refused(problem: Problem, name: str, op: Verify, **overrides: Any) -> str:
@@ -135,9 +135,7 @@ def test_L3_gate_parameters_of_another_length(op: Verify, device: str) -> None:
 
 @pytest.mark.parametrize("op", LANES)
 @pytest.mark.parametrize("mode", ["ring", "snapshots"])
-@pytest.mark.parametrize(
-    "pitch", [1, 3, 8, 16, pytest.param(1, marks=pytest.mark.gpu), pytest.param(8, marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("pitch", [1, 3, 8, 16, pytest.param(1, id="1-K128", marks=pytest.mark.gpu)])
 def test_L4_odd_slot_pitch(pitch: int, mode: str, op: Verify, device: str, request: pytest.FixtureRequest) -> None:
     """Not a multiple of 16 elements: another load width in compiled code, the same bits, and untouched gaps."""
     case = replace(LARGE if request.node.get_closest_marker("gpu") else SMALL, pitch=pitch)

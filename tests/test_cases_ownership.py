@@ -115,7 +115,7 @@ def test_O1_bits_do_not_depend_on_how_many_blocks_run_at_once(op: Verify, device
     [
         pytest.param(Case(B=3, T=1, H=1, HV=1, K=64, spare_slots=5), [7, 0, 5], id="8-slots"),
         pytest.param(
-            Case(B=3, T=3, H=4, HV=4, K=128, spare_slots=197), [190, 7, 63], id="200-slots", marks=pytest.mark.gpu
+            Case(B=3, T=3, H=4, HV=8, K=128, spare_slots=197), [190, 7, 63], id="200-slots", marks=pytest.mark.gpu
         ),
     ],
 )
@@ -148,7 +148,7 @@ def test_O2_window_rows_by_batch_position(case: Case, slots: list[int], op: Veri
 
 
 @pytest.mark.parametrize("op", WITH_REFERENCE)
-@pytest.mark.parametrize("case", params([Case(B=1, T=3, H=1, HV=2, K=64)], [Case(B=2, T=8, H=4, HV=8, K=128)]))
+@pytest.mark.parametrize("case", params([Case(B=1, T=3, H=1, HV=2, K=64)], [Case(B=2, T=3, H=4, HV=8, K=128)]))
 def test_O3_later_tokens_change_no_earlier_row(case: Case, op: Verify, device: str) -> None:
     problem = make_problem(case, device)
     for record in ("ring", "snapshots"):
@@ -175,7 +175,7 @@ def test_O3_later_tokens_change_no_earlier_row(case: Case, op: Verify, device: s
     "case",
     params(
         [Case(B=1, T=T, H=1, HV=1, K=64) for T in (1, 2, 3, 4, 7)],
-        [Case(B=2, T=T, H=2, HV=4, K=128) for T in (1, 2, 7, 8, 16)],
+        [Case(B=2, T=T, H=2, HV=4, K=128) for T in (1, 2, 7, 16)],
     ),
 )
 def test_O4_every_row_equals_a_token_by_token_loop(case: Case, op: Verify, device: str) -> None:

@@ -28,8 +28,13 @@ from tests.test_fold import fold_problem, verified
 Verify = Callable[..., torch.Tensor]
 LANES = [pytest.param(verify_fused, id="fused"), pytest.param(verify_unfused, id="unfused")]
 RING = ("raw_v", "raw_k", "g", "beta")
-SMALL, LARGE = Case(B=2, T=2, H=1, HV=1, K=64, length=2), Case(B=2, T=3, H=32, HV=32, K=128, length=3)
+SMALL = Case(B=2, T=2, H=1, HV=1, K=64, length=2)
+LARGE = Case(B=2, T=3, H=4, HV=4, K=128, length=3)
+LARGEST = Case(B=2, T=3, H=32, HV=32, K=128, length=3)  # slot 4096 of a packed state pool begins at element 2^31
 LAST_SLOT = 4096
+
+# With `pytest -n N --dist loadgroup` one worker takes these, so that their many GiB are not needed N times.
+pytestmark = pytest.mark.xdist_group("vast")
 
 
 def vast(problem: Problem, name: str, entries: int, at: list[int], device: str) -> torch.Tensor:
@@ -51,8 +56,12 @@ def untouched(pool: torch.Tensor, at: list[int]) -> None:
 
 
 @pytest.mark.parametrize("op", LANES)
-@pytest.mark.parametrize("name", ["ssm_state", "conv_state", *RING])
-@pytest.mark.parametrize("case", params([SMALL], [LARGE]))
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [pytest.param(SMALL, name, id=name) for name in ("ssm_state", "conv_state", *RING)]
+    + [pytest.param(LARGE, name, id=f"{LARGE.id}-{name}", marks=pytest.mark.gpu) for name in ("conv_state", *RING)]
+    + [pytest.param(LARGEST, "ssm_state", id=f"{LARGEST.id}-ssm_state", marks=pytest.mark.gpu)],
+)
 def test_S1_slot_offsets_past_two_to_the_31(case: Case, name: str, op: Verify, device: str) -> None:
     problem = make_problem(case, device)
     near = problem.run(op, "ring")
@@ -131,7 +140,7 @@ def test_S1_fold_of_66_layers_of_two_to_the_25(case: Case, layers: int, device: 
     one = fold_problem(problem, accept)
     state = problem["ssm_state"]
     far = vast_tensor((layers, *state.shape), (2**25, *state.stride()), state.dtype, device)
-    rings = Ring(*(problem[name][None].expand(layers, *problem[name].shape) for name in RING))
+    rings = Ring(*(problem[name][None].repeat(layers, *[1] * problem[name].ndim) for name in RING))
     for layer in (0, layers // 2, layers - 1):
         far[layer] = state
     fold(far, rings, shape=problem.shape, slots=problem.slots, accept_lens=accept, draft_tokens=case.T)

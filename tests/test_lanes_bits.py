@@ -49,11 +49,11 @@ def test_ring_and_snapshots_give_the_same_output(case: Case, op: object, device:
 
 SMALL = Case(B=1, T=2, H=1, HV=2, K=64)
 FEW_CONFIGS = [LaunchConfig(block_v=8), LaunchConfig(block_v=32, num_warps=1), LaunchConfig(block_v=64, num_warps=8)]
-# Two shapes for the whole list of configurations: K = 64 with fp32 weights and K = 128 with 16-bit weights.
-CONFIG_CASES = (
-    Case(B=2, T=3, H=2, HV=4, K=64, weight_dtype=torch.float32, lower_bound=-5.0),
-    Case(B=2, T=3, H=2, HV=2, K=128),
-)
+# K = 128 is compiled with every configuration, K = 64 with the corners of the list.
+K128 = Case(B=2, T=2, H=2, HV=4, K=128)
+K64 = Case(B=2, T=2, H=2, HV=4, K=64, weight_dtype=torch.float32, lower_bound=-5.0)
+CORNERS = [LaunchConfig(block_v=v, num_warps=w) for v, w in ((8, 1), (8, 8), (64, 1), (64, 8))]
+ALL_CONFIGS = [(K128, config) for config in every_config(128)] + [(K64, config) for config in CORNERS]
 
 
 @pytest.mark.parametrize("op", LANES)
@@ -69,15 +69,14 @@ def test_a_few_configurations(config: LaunchConfig, record: str, op: object, dev
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", LANES)
-@pytest.mark.parametrize("config", every_config(), ids=config_id)
-@pytest.mark.parametrize("case", CONFIG_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "config"), [pytest.param(*pair, id=f"K{pair[0].K}-{config_id(pair[1])}") for pair in ALL_CONFIGS]
+)
 def test_every_configuration_that_can_be_named(case: Case, config: LaunchConfig, op: object, device: str) -> None:
     problem = make_problem(case, device)
-    for record in ("ring", "snapshots"):
-        assert_same_buffers(
-            problem.run(op, record, config=config),  # type: ignore[arg-type]
-            problem.run(verify_unfused, record),
-        )
+    for mode in ("ring", "snapshots"):
+        outcome = problem.run(op, mode, config=config)  # type: ignore[arg-type]
+        assert_same_buffers(outcome, problem.run(verify_unfused, mode))
 
 
 def test_the_list_of_configurations_is_not_empty() -> None:
@@ -87,7 +86,7 @@ def test_the_list_of_configurations_is_not_empty() -> None:
 
 
 @pytest.mark.parametrize("pdl", [None, False])
-@pytest.mark.parametrize("case", params([SMALL], [CONFIG_CASES[1]]))
+@pytest.mark.parametrize("case", params([SMALL], [K128]))
 def test_pdl_changes_no_bit(case: Case, pdl: bool | None, device: str) -> None:
     problem = make_problem(case, device)
     for op in (verify_fused, verify_unfused):

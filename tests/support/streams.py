@@ -81,6 +81,7 @@ class Decoder:
         self.pool = StatePool(
             streams.shape, num_layers=streams.layers, num_slots=case.B + case.spare_slots, max_batch=case.B,
             draft_tokens=case.T, mode=lane_mode(lane), dtype=case.dtype, device=streams.device,
+            ring_length=case.L if lane_mode(lane) == "ring" else None,
         )  # fmt: skip
         self.pool.conv_state.fill_(float("nan"))
         self.pool.ssm_state.fill_(float("nan"))
