@@ -138,7 +138,9 @@ def test_a_file_that_does_not_run_is_not_left_half_loaded(fake_tree: Path) -> No
     with pytest.raises(ImportError, match="an import of the engine"):
         load_peer(f"sglang={fake_tree}")
     file.write_text(working)
-    load_peer(f"sglang={fake_tree}")
+    peer = load_peer(f"sglang={fake_tree}")
+    assert isinstance(peer, SglangPeer)
+    assert vars(peer._commit)["NAME"] == FILES[-1]
 
 
 @pytest.mark.usefixtures("clean_modules")

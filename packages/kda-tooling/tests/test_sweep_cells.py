@@ -15,6 +15,7 @@ from kda_kernels import KdaShape, LaunchConfig
 from kda_tooling.bench import sweep as sweep_module
 from kda_tooling.bench import warmup
 from kda_tooling.bench.arms import Arm, commit_arms, launch_configs, our_arms
+from kda_tooling.bench.bits import BitsDifferError
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.results import SweepResult, load_results
 from kda_tooling.bench.settings import SweepSettings
@@ -186,6 +187,27 @@ def test_a_cell_is_measured_per_layer(kind: str, machine: Machine) -> None:
     assert [arm.name for arm in cell.arms] == names
     floors = [sweep_module.floor_of(settings, 2, 2, mode).microseconds(4.3e12) for mode in ("ring", "snapshots")]
     assert [arm.floor_us for arm in cell.arms] == pytest.approx(floors, abs=1e-4)
+
+
+@pytest.mark.parametrize("broken", ["verify", "commit"])
+def test_nothing_is_timed_where_arms_disagree(broken: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(settings: SweepSettings, problem: VerifyProblem, peers: list[Any]) -> list[Arm]:
+        arms = our_arms(settings.shape, settings.modes, settings.sweep_configs)
+
+        def verify(p: VerifyProblem) -> torch.Tensor:
+            return arms[1].verify(p) + 1
+
+        wrong = {"verify": verify, "commit": lambda problems, accept_lens: None}[broken]
+        return [arms[0], dataclasses.replace(arms[1], **{broken: wrong})]
+
+    def must_not_run(*arguments: object) -> None:
+        raise AssertionError("something was timed")
+
+    monkeypatch.setattr(sweep_module, "build_arms", build)
+    monkeypatch.setattr(sweep_module, "capture", must_not_run)
+    settings = SweepSettings(shape=TINY, kind="round", passes=3, modes=("unfused+ring", "fused"))
+    with pytest.raises(BitsDifferError, match=r"kda fused|kda snapshots commit"):
+        measure_cell(settings, 2, 2, [], machine, device="cpu")
 
 
 @pytest.mark.usefixtures("fake_gpu")

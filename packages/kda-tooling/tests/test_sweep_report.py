@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kda_tooling.bench.markdown import BEGIN, END, replace_block, results_block, results_markdown
-from kda_tooling.bench.report import best_ratio, header, tables
+from kda_tooling.bench.report import best_ratio, columns, header, tables
 from kda_tooling.bench.results import SweepResult
 from kda_tooling.bench.settings import SweepSettings
 from kda_tooling.cli import app
@@ -61,6 +61,12 @@ def test_every_arm_has_a_row_of_its_own_on_demand(example: SweepResult) -> None:
     names = [line[0] for line in printed(example, every_arm=True)]
     for arm in example.cells[0].arms:
         assert names.count(arm.name) == 2
+
+
+def test_our_columns_come_first_whatever_a_peer_is_called(example: SweepResult) -> None:
+    arms = [dataclasses.replace(arm, owner=arm.owner.replace("sglang", "a-peer")) for arm in example.cells[0].arms]
+    result = dataclasses.replace(example, cells=[dataclasses.replace(example.cells[0], arms=arms)])
+    assert [owner for owner, _ in columns(result)] == ["kda"] * 4 + ["a-peer"] * 2
 
 
 def test_missing_arms_and_hot_cells_are_shown(sweep_factory: Callable[..., SweepResult]) -> None:
