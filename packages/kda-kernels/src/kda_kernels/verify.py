@@ -64,7 +64,7 @@ def verify_fused(
         ValueError: an argument is refused; the message is that of `checks.verify_reason`.
         TypeError: an argument is of the wrong class.
 
-    Formula: Kimi Linear (arXiv 2510.26692), equations of KDA in recurrent form; order of operations in docs/arithmetic.md.
+    Formula: Kimi Linear (arXiv 2510.26692), KDA in recurrent form; the order of operations is in docs/arithmetic.md.
     """
     _refuse(checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
