@@ -69,8 +69,12 @@ def decoded_plainly(case: Case, device: str) -> Plain:
     return Plain(streams, lengths, *states, outputs)
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("case", params(SMALL, LARGE))
+@pytest.mark.parametrize(
+    ("case", "lane"),
+    [pytest.param(case, lane, id=f"{case.id}-{lane}") for case in SMALL for lane in LANES]
+    + [pytest.param(LARGE[1], lane, id=f"{LARGE[1].id}-{lane}", marks=pytest.mark.gpu) for lane in LANES]
+    + [pytest.param(LARGE[0], "fused+ring", id=f"{LARGE[0].id}-fused+ring", marks=pytest.mark.gpu)],
+)
 def test_rounds_equal_token_by_token_decoding(case: Case, lane: str, device: str) -> None:
     plain = decoded_plainly(case, device)
     streams, lengths = plain.streams, plain.lengths

@@ -198,20 +198,21 @@ def oracle_layer(params: LayerParams, shape: KdaShape, dtype: torch.dtype) -> or
     )  # fmt: skip
 
 
-def make_params(case: Case, generator: torch.Generator, device: str) -> LayerParams:
+def make_params(case: Case, generator: torch.Generator) -> LayerParams:
     """Parameters of the magnitudes that training gives: rates exp(A_log) in [1, 4.5], dt_bias in [-4, 1], 4 conv taps
-    of which the newest is the largest."""
+    of which the newest is the largest. On the generator's device."""
+    device = generator.device
     shape = case.shape
     D, HV, K = shape.conv_dim, shape.num_v_heads, shape.head_k_dim
     weight_dtype = case.weight_dtype or case.dtype
-    taps = torch.tensor([0.25, 0.3, 0.4, 0.7])
-    weight = (torch.randn(D, 4, generator=generator) * 0.4 + 0.5) * taps
-    bias = torch.randn(D, generator=generator) * 0.2 if case.bias else None
+    taps = torch.tensor([0.25, 0.3, 0.4, 0.7], device=device)
+    weight = (torch.randn(D, 4, generator=generator, device=device) * 0.4 + 0.5) * taps
+    bias = torch.randn(D, generator=generator, device=device) * 0.2 if case.bias else None
     return LayerParams(
-        conv_weight=weight.to(weight_dtype).to(device),
-        conv_bias=None if bias is None else bias.to(weight_dtype).to(device),
-        A_log=(torch.rand(HV, generator=generator) * 1.5).to(device),
-        dt_bias=(torch.rand(HV * K, generator=generator) * 5 - 4).to(device),
+        conv_weight=weight.to(weight_dtype),
+        conv_bias=None if bias is None else bias.to(weight_dtype),
+        A_log=torch.rand(HV, generator=generator, device=device) * 1.5,
+        dt_bias=torch.rand(HV * K, generator=generator, device=device) * 5 - 4,
         lower_bound=case.lower_bound,
     )
 
@@ -219,17 +220,20 @@ def make_params(case: Case, generator: torch.Generator, device: str) -> LayerPar
 def make_problem(case: Case, device: str) -> Problem:
     """The problem of a case: always the same one for the same case and device type."""
     seed = zlib.crc32(case.id.encode()) + case.seed
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     shape, B, T = case.shape, case.B, case.T
     D, H, HV, K, V = shape.conv_dim, shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
     num_slots = B + case.spare_slots
 
-    slots = torch.randperm(num_slots, generator=generator)[:B].to(torch.int32)
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    slots = torch.randperm(num_slots, generator=generator, device=device)[:B].to(torch.int32)
     slots[list(case.padded)] = -1
     inputs = {
-        "mixed_qkv": torch.randn(B * T, D, generator=generator),
-        "a": torch.randn(B * T, HV * K, generator=generator),
-        "b": torch.randn(B * T, HV, generator=generator) * 1.5,
+        "mixed_qkv": normal(B * T, D),
+        "a": normal(B * T, HV * K),
+        "b": normal(B * T, HV) * 1.5,
     }
     for x in inputs.values():
         x.view(B, T, x.shape[1])[list(case.padded)] = float("nan")
@@ -252,17 +256,16 @@ def make_problem(case: Case, device: str) -> Problem:
     conv_state, ssm_state = buffers["conv_state"].view, buffers["ssm_state"].view
     conv_state.fill_(float("nan"))
     ssm_state.fill_(float("nan"))
-    for slot in slots.tolist():
-        if slot >= 0:
-            conv_state[slot] = torch.randn(3, D, generator=generator).to(act).to(device)
-            ssm_state[slot] = (torch.randn(HV, V, K, generator=generator) * 0.3).to(device)
+    live = slots[slots >= 0].long()
+    conv_state[live] = normal(len(live), 3, D).to(act)
+    ssm_state[live] = normal(len(live), HV, V, K) * 0.3
     return Problem(
         case=case,
         shape=shape,
-        params=make_params(case, generator, device),
-        mixed_qkv=inputs["mixed_qkv"].to(act).to(device),
-        a=inputs["a"].to(act).to(device),
-        b=inputs["b"].to(act).to(device),
-        slots=slots.to(device),
+        params=make_params(case, generator),
+        mixed_qkv=inputs["mixed_qkv"].to(act),
+        a=inputs["a"].to(act),
+        b=inputs["b"].to(act),
+        slots=slots,
         buffers=buffers,
     )

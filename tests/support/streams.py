@@ -41,23 +41,24 @@ class Streams:
     @classmethod
     def make(cls, case: Case, *, layers: int, length: int, device: str) -> Streams:
         """``case.B`` requests of ``length`` tokens; head layout, dtypes and gate are the case's."""
-        generator = torch.Generator().manual_seed(case.seed + 7)
+        generator = torch.Generator(device).manual_seed(case.seed + 7)
         shape, act = case.shape, case.dtype
         D, HV, K, V = shape.conv_dim, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
 
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator, device=device)
+
         def inputs(n: int) -> Inputs:
-            x = torch.randn(n, D, generator=generator), torch.randn(n, HV * K, generator=generator)
-            b = torch.randn(n, HV, generator=generator) * 1.5
-            return x[0].to(act).to(device), x[1].to(act).to(device), b.to(act).to(device)
+            return normal(n, D).to(act), normal(n, HV * K).to(act), (normal(n, HV) * 1.5).to(act)
 
         return cls(
             case=case,
             device=device,
-            params=[make_params(case, generator, device) for _ in range(layers)],
+            params=[make_params(case, generator) for _ in range(layers)],
             tokens=[[inputs(length) for _ in range(case.B)] for _ in range(layers)],
             wrong=[inputs(case.T * case.B) for _ in range(layers)],
-            conv_state=torch.randn(case.B, layers, 3, D, generator=generator).to(act).to(device),
-            ssm_state=(torch.randn(case.B, layers, HV, V, K, generator=generator) * 0.3).to(device),
+            conv_state=normal(case.B, layers, 3, D).to(act),
+            ssm_state=normal(case.B, layers, HV, V, K) * 0.3,
         )
 
     def batch(self, layer: int, starts: list[int], valid: list[int], T: int) -> Inputs:
