@@ -63,7 +63,7 @@ def dev(session: nox.Session) -> None:
     session.install(
         *("-c", str(CONSTRAINTS)),
         *("-e", str(KERNELS), "-e", str(BACKEND), "-e", str(TOOLING)),
-        *group("test", "oracle", "lint", "types"),
+        *group("test", "oracle", "lint", "types", "bench"),
     )
 
 
@@ -124,6 +124,25 @@ def mutants(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """`kda demo`: speculate with a small real model in all four lanes, token for token equal to plain decoding."""
     DevEnvironment.python(session, "-m", "kda_tooling", "demo", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def sweep(session: nox.Session) -> None:
+    """`kda sweep` on this machine's GPU: `-- --draft-tokens 4 8 --peer sglang=peer --json sweep.json`."""
+    DevEnvironment.python(session, "-m", "kda_tooling", "sweep", *session.posargs, env=COMPILED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def bench(session: nox.Session) -> None:
+    """Store a sweep in the asv history, at its commit: `-- --json FILE` replays one, else this GPU is measured."""
+    DevEnvironment.python(session, "-m", "benchmarks.store", *session.posargs, env=COMPILED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def bench_smoke(session: nox.Session) -> None:
+    """Run every asv benchmark once on an invented sweep and store nothing; fails when a benchmark raises."""
+    example = str(ROOT / "tests" / "data" / "invented_sweep.json")
+    DevEnvironment.python(session, "-m", "benchmarks.store", "--dry-run", "--json", example, *session.posargs)
 
 
 def install_wheels(session: nox.Session, *packages: Path, constraints: Path = CONSTRAINTS) -> None:
