@@ -17,7 +17,7 @@ from kda_kernels import (
     verify_unfused,
 )
 from tests.support.bits import assert_same_bits
-from tests.support.cases import Case, Problem, make_problem
+from tests.support.cases import Case, Guarded, Problem, make_problem
 from tests.support.grids import params
 from tests.support.marks import interpreter_only
 from tests.support.memory import record_accesses
@@ -234,3 +234,25 @@ def test_P4_a_row_does_not_depend_on_batch_or_neighbours(case: Case, mode: str, 
             for name in RING:
                 assert_same_bits(beside[name][slot], together[name][slot], f"{name} beside NaN")
                 assert_same_bits(alone[name][slot], together[name][slot], f"{name} alone")
+
+
+@pytest.mark.parametrize("op", WITH_REFERENCE)
+@pytest.mark.parametrize("bad", [-1, 3, 5, 2**31 - 1, 2**32])
+def test_P2_row_met_on_the_device_is_padding_and_counted(bad: int, op: Verify, device: str) -> None:
+    """Windows have 5 rows and snapshots 3: a row that only one of them has is no row, in both lanes alike."""
+    case = Case(B=2, T=1, H=1, HV=1, K=64)
+    problem = make_problem(case, device)
+    for name, count in (("conv_window", 5), ("snapshots", 3)):
+        size = (count, *problem[name].shape[1:])
+        problem.buffers[name] = Guarded.garbage(size, problem[name].dtype, device, seed=count)
+    padded = problem.fork(slots=torch.tensor([int(problem.slots[0]), -1], dtype=torch.int32, device=device))
+    errors = new_error_counts(device)
+    with host_checks(False):
+        outcome = problem.run(op, "snapshots", rows=torch.tensor([2, bad], device=device), errors=errors)
+    expected = padded.run(op, "snapshots", rows=torch.tensor([2, 0], device=device))
+    for name in ("out", *BUFFERS):
+        assert_same_bits(outcome.whole(name), expected.whole(name), name)
+    assert errors.tolist() == [int(kind is ErrorKind.ROW) for kind in ErrorKind]
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"rows.*0\.\.2"):
+            problem.run(op, "snapshots", rows=torch.tensor([2, bad]))
