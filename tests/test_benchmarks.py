@@ -68,13 +68,13 @@ def test_a_lanes_fastest_arm_stands_for_it(example: dict[str, Any]) -> None:
     assert source.cells_of(json.dumps(example), "here")["fused+ring", 4, 1] == 1.5
 
 
-@pytest.mark.parametrize("benchmark", SUITE)
-def test_what_asv_needs_to_know(benchmark: type[source.SweepBenchmark]) -> None:
-    assert len(benchmark.params) == len(benchmark.param_names)  # type: ignore[attr-defined]
-    assert benchmark.version == "1"  # type: ignore[attr-defined]
-    assert benchmark.unit  # type: ignore[attr-defined]
-    assert benchmark.setup_cache is source.SweepBenchmark.setup_cache, "one sweep serves all benchmarks"
-    assert benchmark.setup_cache.timeout >= 600  # type: ignore[attr-defined]
+@pytest.mark.parametrize("suite", SUITE)
+def test_what_asv_needs_to_know(suite: type[source.SweepBenchmark]) -> None:
+    assert len(suite.params) == len(suite.param_names)  # type: ignore[attr-defined]
+    assert suite.version == "1"  # type: ignore[attr-defined]
+    assert suite.unit  # type: ignore[attr-defined]
+    assert suite.setup_cache is source.SweepBenchmark.setup_cache, "one sweep serves all benchmarks"
+    assert suite.setup_cache.timeout >= 600  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
