@@ -97,7 +97,7 @@ def test_every_configuration_folds_to_the_same_bits(case: Case, config: LaunchCo
 def test_scatters_copy_the_accepted_step(case: Case, device: str) -> None:
     """Snapshot and window scatter, by row, into live slots only; also with ``rows`` a permutation."""
     problem = verified(case, device)
-    lengths = [(case.T + i) % (case.T + 1) for i in range(case.B)]
+    lengths = [(1 + i) % (case.T + 1) for i in range(case.B)]
     accept_lens = torch.tensor(lengths, device=device)
     for reverse in (False, True):
         rows = torch.arange(case.B - 1, -1, -1, device=device) if reverse else None

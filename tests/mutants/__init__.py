@@ -1,0 +1,1 @@
+"""Deliberate breaks of the kernels, and the test that must notice each."""

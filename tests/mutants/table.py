@@ -1,0 +1,207 @@
+"""The mutants: one text edit of one source file of `kda_kernels` each, the test that must go red, and why it should.
+
+A mutant whose old text no longer occurs exactly once is an error of this table, not a pass: edit it with the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERIFY, COMMIT, COMMON, ARITHMETIC = (f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic"))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` -> ``new`` in ``path`` (below the package); ``test``: a pytest node id below tests/."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+    reason: str
+
+
+MUTANTS = (
+    Mutant(
+        "ring-after-norm",
+        VERIFY,
+        "k_raw, mask=kept & owns_k_head)",
+        "l2_normalise(k_raw.to(tl.float32)).to(ACT), mask=kept & owns_k_head)",
+        "test_oracle.py::test_verify_stays_within_fp32_error_of_the_oracle[B2-T3-H1-HV2-K64-bf16-pad0-fused]",
+        "the ring holds k before the l2-norm; fold would normalise twice",
+    ),
+    Mutant(
+        "raw-k-by-every-v-head",
+        VERIFY,
+        "k_raw, mask=kept & owns_k_head)",
+        "k_raw, mask=kept & owns_head)",
+        "test_cases_ownership.py::test_O1_every_element_has_one_writer[fused-ring]",
+        "heads that share a k head would write the same bytes at once: no value shows it, the record of stores does",
+    ),
+    Mutant(
+        "window-one-step-late",
+        VERIFY,
+        "    tl.store(p, x1, mask=mask)\n    tl.store(p + D, x2, mask=mask)\n    tl.store(p + 2 * D, x3, mask=mask)",
+        "    tl.store(p + D, x1, mask=mask)\n    tl.store(p + 2 * D, x2, mask=mask)",
+        "test_cases_ownership.py::test_O2_window_rows_by_batch_position[8-slots-unfused]",
+        "the window after token t must end with token t itself, or the next round convolves old inputs",
+    ),
+    Mutant(
+        "accept-ignored-by-fold",
+        COMMIT,
+        "    for t in range(0, accept):",
+        "    for t in range(0, limit):",
+        "test_fold.py::test_fold_of_every_prefix_is_that_snapshot[B2-T3-H1-HV2-K64-bf16-pad0]",
+        "rejected drafts must not reach the state",
+    ),
+    Mutant(
+        "accept-ignored-by-scatter",
+        COMMIT,
+        "tl.load(p_src + (accept - 1) * N, mask=mask)",
+        "tl.load(p_src + (limit - 1) * N, mask=mask)",
+        "test_fold.py::test_scatters_copy_the_accepted_step[B2-T3-H1-HV2-K64-bf16-pad0]",
+        "the window and snapshot of the last accepted token are the ones to keep, not the last token's",
+    ),
+    Mutant(
+        "accept-zero-folds",
+        COMMIT,
+        "    if accept == 0:\n        return\n    if HAS_TRACK:\n        track_slot, track_step, track = load_track(\n"
+        "            track_slots, track_steps, i_n, accept, num_slots, errors, first, COUNT\n        )\n\n    k_range",
+        "    accept = tl.maximum(accept, tl.where(usable, 1, 0))\n    if not usable:\n        return\n"
+        "    if HAS_TRACK:\n        track_slot, track_step, track = load_track(\n"
+        "            track_slots, track_steps, i_n, accept, num_slots, errors, first, COUNT\n        )\n\n    k_range",
+        "test_cases_accept.py::test_A1_accept_zero_leaves_everything_of_that_slot[B3-T2-H1-HV2-K64-bf16]",
+        "accept 0 leaves the slot as it is",
+    ),
+    Mutant(
+        "accept-not-bounded",
+        COMMON,
+        "    return tl.where(usable & (accept >= 0) & (accept <= limit), accept, 0).to(tl.int32)",
+        "    return tl.where(usable & (accept >= 0), tl.minimum(accept, limit), 0).to(tl.int32)",
+        "test_cases_accept.py::test_A2_accept_out_of_range_is_left_untouched_and_counted[B3-T2-H1-HV2-K64-bf16-100-kernels]",
+        "an accept length that is too large is an error of the caller: the slot stays, nothing is guessed",
+    ),
+    Mutant(
+        "padded-row-not-skipped",
+        COMMON,
+        "    usable = (slot >= 0) & (slot < num_slots)\n    count_error(errors, SLOT_ERROR",
+        "    usable = slot < num_slots\n    slot = tl.where(slot < 0, 0, slot)\n    count_error(errors, SLOT_ERROR",
+        "test_cases_padding.py::test_P1_padded_rows_are_zero_and_untouched[B4-T2-H1-HV2-K64-bf16-pad123-ring-fused]",
+        "slot -1 is no slot: zero output, nothing read or written (here it would become slot 0)",
+    ),
+    Mutant(
+        "padded-output-not-zeroed",
+        VERIFY,
+        "            tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))\n",
+        "            pass\n",
+        "test_cases_padding.py::test_P1_padded_rows_are_zero_and_untouched[B4-T2-H1-HV2-K64-bf16-pad123-ring-unfused]",
+        "an uninitialised output row of a padded request would be somebody's NaN",
+    ),
+    Mutant(
+        "gate-formula-swapped",
+        ARITHMETIC,
+        "    if SAFE_GATE:\n        g = lower_bound",
+        "    if not SAFE_GATE:\n        g = lower_bound",
+        "test_cases_gate.py::test_G1_both_gates_from_raw_inputs[B1-T2-H1-HV2-K64-bf16-fused]",
+        "lower_bound given means the safe gate, absent means softplus",
+    ),
+    Mutant(
+        "softplus-without-threshold",
+        ARITHMETIC,
+        "tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)",
+        "tl.log(1.0 + tl.exp(x))",
+        "test_cases_gate.py::test_G2_softplus_threshold[B1-T2-H1-HV2-K64-bf16-fused]",
+        "exp(x) overflows fp32 above 88",
+    ),
+    Mutant(
+        "beta-not-sigmoided",
+        ARITHMETIC,
+        "    return 1.0 / (1.0 + tl.exp(-b))",
+        "    return b",
+        "test_cases_gate.py::test_G4_beta_is_sigmoided_exactly_once[B1-T2-H1-HV2-K64-bf16-8.0-fused]",
+        "b is a raw logit",
+    ),
+    Mutant(
+        "beta-sigmoided-twice",
+        ARITHMETIC,
+        "    return 1.0 / (1.0 + tl.exp(-b))",
+        "    return 1.0 / (1.0 + tl.exp(-(1.0 / (1.0 + tl.exp(-b)))))",
+        "test_cases_gate.py::test_G4_beta_is_sigmoided_exactly_once[B1-T2-H1-HV2-K64-bf16--8.0-unfused]",
+        "b is a raw logit, once",
+    ),
+    Mutant(
+        "wrong-k-head-in-gqa",
+        VERIFY,
+        "    i_h = i_hv // (HV // H)\n",
+        "    i_h = i_hv % H\n",
+        "test_oracle.py::test_verify_stays_within_fp32_error_of_the_oracle"
+        "[B3-T4-H2-HV4-K64-fp16-wfp32-nobias-safe-pad1-pitch8-fused]",
+        "v head j reads k head j // (HV / H): neighbours share, not every H-th",
+    ),
+    Mutant(
+        "wrong-k-head-in-fold",
+        COMMIT,
+        "    i_h = i_hv // (HV // H)\n",
+        "    i_h = i_hv % H\n",
+        "test_fold.py::test_fold_of_every_prefix_is_that_snapshot[B3-T4-H2-HV4-K64-fp16-wfp32-nobias-safe-pad1-pitch8]",
+        "fold must map heads as verify does",
+    ),
+    Mutant(
+        "another-reduction-tree",
+        ARITHMETIC,
+        "    p = tl.sum(tl.reshape(p, (R, 2, 8)), 1)\n    p = tl.sum(tl.reshape(p, (R, 2, 4)), 1)",
+        "    p = tl.sum(tl.reshape(p, (R, 8, 2)), 2)\n    p = tl.sum(tl.reshape(p, (R, 4, 2)), 2)",
+        "test_sum_order.py::test_sum_over_k_has_the_documented_order[64]",
+        "the order of the sum over K is part of the contract",
+    ),
+    Mutant(
+        "conv-product-not-rounded",
+        ARITHMETIC,
+        "        acc = acc + product.to(w.dtype).to(tl.float32)",
+        "        acc = acc + product",
+        "test_oracle.py::test_verify_stays_within_fp32_error_of_the_oracle[B2-T3-H1-HV2-K64-bf16-pad0-unfused]",
+        "products with 16-bit weights are rounded to 16 bits, as SGLang's compiled kernels do",
+    ),
+    Mutant(
+        "short-ring-overruns",
+        VERIFY,
+        "            kept = t < L  # records past the ring are dropped, not written into the next head's\n",
+        "            kept = t < T\n",
+        "test_cases_accept.py::test_A2_records_past_a_short_ring_are_dropped[B2-T3-H1-HV2-K64-bf16-L2-fused]",
+        "record t >= L is the next head's record 0",
+    ),
+    Mutant(
+        "verify-advances-state",
+        VERIFY,
+        "        tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))\n",
+        "        tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))\n"
+        "        tl.store(ssm_state + slot * ssm_state_pitch + head, S)\n",
+        "test_lanes_bits.py::test_fused_equals_unfused[B2-T3-H1-HV2-K64-bf16-pad0-ring]",
+        "verify only reads the state: a rejected draft must be undone for free",
+    ),
+    Mutant(
+        "slot-index-in-32-bits",
+        COMMON,
+        "    slot = tl.load(slots + i).to(tl.int64)\n    usable",
+        "    slot = tl.load(slots + i).to(tl.int32)\n    usable",
+        "test_cases_padding.py::test_P2_slot_met_on_the_device_is_padding_and_counted[4294967296-fused]",
+        "2^32 cut to 32 bits is slot 0; and slot * pitch passes 2^31 in real pools",
+    ),
+    Mutant(
+        "tracking-beyond-the-prefix",
+        COMMON,
+        "(step >= 0) & (step < accept)",
+        "(step >= 0)",
+        "test_fold.py::TestTracking::test_A6_conv_and_snapshot_scatters_track_too",
+        "a step that was not accepted has no state to track",
+    ),
+    Mutant(
+        "row-not-by-position",
+        COMMON,
+        "        row = tl.cast(i, tl.int64)\n        usable = row < num_rows",
+        "        row = tl.cast(i, tl.int64) * 0\n        usable = row < num_rows",
+        "test_cases_ownership.py::test_O2_window_rows_by_batch_position[8-slots-fused]",
+        "window and snapshot rows are batch positions",
+    ),
+)
