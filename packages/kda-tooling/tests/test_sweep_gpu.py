@@ -1,0 +1,58 @@
+"""A sweep on a real GPU, small enough to take seconds: graphs, clock, worker processes, files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kda_kernels import KdaShape
+from kda_tooling.bench.results import load_results
+from kda_tooling.bench.settings import SweepSettings
+from kda_tooling.bench.sweep import run_sweep
+from kda_tooling.bench.timing import capture, cuda_stopwatch
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_clock_counts_the_device_s_work_and_not_the_launch() -> None:
+    x = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
+    once = capture([lambda: x.add_(1.0)])
+    four_times = capture([lambda: x.add_(1.0)], rounds=4)
+    for graph in (once, four_times):
+        cuda_stopwatch(graph, 3)
+    ratio = min(cuda_stopwatch(four_times, 5) for _ in range(5)) / min(cuda_stopwatch(once, 5) for _ in range(5))
+    assert 3.5 < ratio < 4.5
+    empty = torch.zeros(1, device="cuda")
+    nothing = capture([lambda: empty.add_(1.0)])
+    assert min(cuda_stopwatch(nothing, 1) for _ in range(20)) < 20e-6
+
+
+@pytest.mark.parametrize("kind", ["verify", "round", "commit"])
+@pytest.mark.parametrize("hot", [True, False], ids=["hot", "cold"])
+def test_every_kind_is_measured(kind: str, hot: bool) -> None:
+    settings = SweepSettings(
+        shape=KdaShape(8, 8, 128, 128), batch_sizes=(16,), draft_tokens=(2,), passes=3, kind=kind, hot=hot
+    )
+    (cell,) = run_sweep(settings).cells
+    assert cell.cold is not hot
+    assert len(cell.arms) == (2 if kind == "commit" else 4)
+    for arm in cell.arms:
+        assert len(arm.passes_us) == 3
+        assert arm.median_us > (0 if hot else arm.floor_us)
+
+
+def test_the_command_on_this_gpu(tmp_path: Path) -> None:
+    json, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    command = [sys.executable, "-m", "kda_tooling", "sweep", "--batch-sizes", "1", "8", "--passes", "3"]
+    command += ["--modes", "fused+ring", "unfused+ring", "--json", str(json), "--plot", str(picture)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "verify, T = 4" in shown.stdout
+    result = load_results(json)
+    assert [(cell.batch, cell.cold) for cell in result.cells] == [(1, True), (8, True)]
+    assert result.machine.copy_bytes_per_second > 1e11
+    assert picture.stat().st_size > 10_000
