@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from kda_kernels import (
+    ErrorKind,
     LaunchConfig,
     Ring,
     Snapshots,
     fold,
     fold_reference,
+    host_checks,
+    new_error_counts,
     scatter_conv,
     scatter_conv_reference,
     scatter_snapshots,
@@ -204,6 +207,25 @@ class TestTracking:
                 expected.view[int(problem.slots[row])] = problem[source][row, accept - 1]
             expected.view[targets[0]] = problem[source][0, 0]  # row 1 asked for step 1 with 1 accepted: not written
             assert_same_bits(outcome.whole(state), expected.whole, state)
+
+    @pytest.mark.parametrize("bad", [4, -2, 2**31 - 1, 2**32])
+    def test_A6_slot_outside_the_pool_leaves_out_the_copy_and_is_counted(self, bad: int, device: str) -> None:
+        """The request itself commits; only its tracking copy has nowhere to go."""
+        problem = verified(Case(B=2, T=2, H=1, HV=1, K=64), device)
+        accept = torch.tensor([2, 1], device=device)
+        tracking: dict[str, Any] = dict(
+            track_slots=torch.tensor([bad, -1], device=device), track_steps=torch.zeros_like(accept)
+        )
+        if device == "cpu":
+            with pytest.raises(ValueError, match=r"track_slots.*-1\.\.3"):
+                fold_problem(problem, accept, **tracking)
+        for op in (fold, fold_reference):
+            errors = new_error_counts(device)
+            with host_checks(False):
+                outcome = fold_problem(problem, accept, op, errors=errors, **tracking)
+            untracked = fold_problem(problem, accept, op)
+            assert_same_bits(outcome.whole("ssm_state"), untracked.whole("ssm_state"), "ssm_state")
+            assert errors.tolist() == [int(kind is ErrorKind.TRACK_SLOT) for kind in ErrorKind]
 
     def test_A6_one_of_the_two_arrays_is_refused(self, device: str) -> None:
         problem = verified(Case(B=1, T=1, H=1, HV=1, K=64), device)
