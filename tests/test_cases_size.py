@@ -231,12 +231,13 @@ def test_S4_index_tensors_of_verify(argument: str, op: Verify, device: str) -> N
         problem.run(op, "snapshots", **{argument: right.tolist()})
 
 
-@pytest.mark.parametrize("argument", ["slots", "accept_lens", "track_slots", "track_steps"])
+@pytest.mark.parametrize("argument", ["slots", "rows", "accept_lens", "track_slots", "track_steps"])
 def test_S4_index_tensors_of_commit(argument: str, device: str) -> None:
     problem = verified(INDEX_CASE, device)
     free = sorted(set(range(4)) - set(problem.slots.tolist()))
     arguments = {
         "slots": problem.slots,
+        "rows": torch.tensor([1, 0], dtype=torch.int32, device=device),
         "accept_lens": torch.tensor([2, 1], dtype=torch.int32, device=device),
         "track_slots": torch.tensor(free, dtype=torch.int32, device=device),
         "track_steps": torch.tensor([0, 0], dtype=torch.int32, device=device),
@@ -246,8 +247,9 @@ def test_S4_index_tensors_of_commit(argument: str, device: str) -> None:
         given: dict[str, Any] = {**arguments, argument: index}
         outcome = problem.fork()
         ring = Ring(*(outcome[name][None] for name in RING))
-        fold(outcome["ssm_state"][None], ring, shape=problem.shape, draft_tokens=2, **given)
         scatter_conv(outcome["conv_state"][None], outcome["conv_window"][None], draft_tokens=2, **given)
+        given.pop("rows")
+        fold(outcome["ssm_state"][None], ring, shape=problem.shape, draft_tokens=2, **given)
         return outcome
 
     right = arguments[argument]
