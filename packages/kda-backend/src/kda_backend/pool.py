@@ -118,6 +118,7 @@ class StatePool:
                 shape, rows=max_batch, steps=draft_tokens, device=device, num_layers=num_layers
             )
         self.errors = new_error_counts(self.device)
+        self._uncounted = new_error_counts(self.device)
         self._workspace = torch.empty(max_batch * draft_tokens, shape.conv_dim, dtype=dtype, device=device)
         self._layers = [(self.state.layer(i), self.record.layer(i)) for i in range(num_layers)]
         self._round: _Round | None = None
@@ -155,7 +156,7 @@ class StatePool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all the pool's tensors."""
-        own = (self.errors, self._workspace)
+        own = (self.errors, self._uncounted, self._workspace)
         return self.state.num_bytes + self.record.num_bytes + sum(t.numel() * t.element_size() for t in own)
 
     def load_slot(self, slot: int, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> None:
@@ -238,8 +239,8 @@ class StatePool:
         result = _VERIFY[lane](
             mixed_qkv, a, b, shape=self.shape, params=params, state=state, record=record, slots=current.slots,
             draft_tokens=current.draft_tokens, config=config,
-            # Every layer sees the same slots: counting on one of them counts each fault once.
-            errors=self.errors if layer == 0 else None,
+            # Every layer sees the same slots: one of them counts. The others count aside, for the same compiled kernel.
+            errors=self.errors if layer == 0 else self._uncounted,
             out=out, workspace=self._workspace[: current.slots.shape[0] * current.draft_tokens],
         )  # fmt: skip
         current.verified.add(layer)
@@ -279,7 +280,7 @@ class StatePool:
             snapshots_op = scatter_snapshots_reference if current.reference else scatter_snapshots
             snapshots_op(self.ssm_state, self.record, errors=self.errors, **common)  # type: ignore[arg-type]
         conv_op = scatter_conv_reference if current.reference else scatter_conv
-        conv_op(self.conv_state, self.conv_window, **common)  # type: ignore[arg-type]
+        conv_op(self.conv_state, self.conv_window, errors=self._uncounted, **common)  # type: ignore[arg-type]
         self._round = None
 
     def error_summary(self) -> str | None:

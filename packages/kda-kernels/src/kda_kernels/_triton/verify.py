@@ -138,7 +138,7 @@ def verify_kernel(
         v3 = v_next
         g = log_decay(a_next.to(tl.float32), gate_bias, rate_log, lower_bound, SAFE_GATE)
         beta = beta_of(b_next.to(tl.float32))
-        following = min(t + 1, T - 1)
+        following = tl.cast(min(t + 1, T - 1), tl.int64)  # times a row stride it can pass 2^31
         q_next = tl.load(x + following * x_stride + q_channels)
         k_next = tl.load(x + following * x_stride + k_channels)
         v_next = tl.load(x + following * x_stride + v_channels)
@@ -216,7 +216,7 @@ def conv_kernel(
     x_next = tl.load(x + channels)
     for t in range(T):
         x3 = x_next
-        x_next = tl.load(x + min(t + 1, T - 1) * x_stride + channels)
+        x_next = tl.load(x + tl.cast(min(t + 1, T - 1), tl.int64) * x_stride + channels)
         tl.store(y + t * D + channels, convolved(x0, x1, x2, x3, taps, CONTRACT))
         store_window(window + row * window_pitch + t * 3 * D, x1, x2, x3, channels, None, D)
         x0 = x1
