@@ -194,6 +194,20 @@ def test_S3_row_stride_of_two_to_the_24(case: Case, op: Verify, device: str) -> 
         assert_same_bits(outcome.whole(name), expected.whole(name), name)
 
 
+@pytest.mark.parametrize("op", [*LANES, pytest.param(verify_reference, id="reference")])
+@pytest.mark.parametrize("name", ["mixed_qkv", "a", "b"])
+@pytest.mark.parametrize("case", params([Case(B=1, T=8, H=1, HV=1, K=64)], [Case(B=1, T=8, H=4, HV=4, K=128)]))
+def test_S3_row_stride_past_two_to_the_31_within_one_request(case: Case, name: str, op: Verify, device: str) -> None:
+    """7 * 2^29 > 2^31: also the offset from a request's first token to its last needs 64 bits."""
+    problem = make_problem(case, device)
+    near = getattr(problem, name)
+    far = vast_tensor(tuple(near.shape), (2**29, 1), near.dtype, device)
+    far.copy_(near)
+    outcome, expected = problem.run(op, **{name: far}), problem.run(op)
+    for written in ("out", "conv_window", *RING):
+        assert_same_bits(outcome.whole(written), expected.whole(written), written)
+
+
 INDEX_CASE = Case(B=2, T=2, H=1, HV=1, K=64)
 
 
