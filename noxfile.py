@@ -99,13 +99,17 @@ def gpu(session: nox.Session) -> None:
     Writes docs/gpu-suite.json, or what `-- --summary-json PATH` names. On an image that has its own CUDA torch:
     `nox --no-venv --no-install -s gpu`.
     """
-    probe = "import torch; print(torch.cuda.is_available())"
-    if "True" not in str(DevEnvironment.python(session, "-c", probe, env=COMPILED, silent=True)):
+    probe = "import importlib.util, torch; print('gpu' * torch.cuda.is_available(), importlib.util.find_spec('xdist'))"
+    found = str(DevEnvironment.python(session, "-c", probe, env=COMPILED, silent=True))
+    if "gpu" not in found:
         session.error("torch sees no CUDA device. Run this on a GPU machine; `nox -s tests` runs what needs none.")
     posargs = list(session.posargs)
     if not any(arg.startswith("--summary-json") for arg in posargs):
         posargs += ["--summary-json", str(ROOT / "docs" / "gpu-suite.json")]
-    DevEnvironment.python(session, "-m", "pytest", "-m", "gpu", *posargs, env=COMPILED)
+    # Compiling is most of the time: workers share it. Tests that need much memory are grouped on one of them.
+    workers = [] if "None" in found else ["-n", "8", "--dist", "loadgroup"]
+    env = COMPILED | {"OMP_NUM_THREADS": "2"}
+    DevEnvironment.python(session, "-m", "pytest", "-m", "gpu", *workers, *posargs, env=env)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
