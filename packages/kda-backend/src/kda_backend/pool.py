@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from kda_backend.commit import commit_layers
 from kda_kernels import (
     KdaShape,
     LaunchConfig,
@@ -14,13 +15,7 @@ from kda_kernels import (
     Ring,
     Snapshots,
     describe_errors,
-    fold,
-    fold_reference,
     new_error_counts,
-    scatter_conv,
-    scatter_conv_reference,
-    scatter_snapshots,
-    scatter_snapshots_reference,
     verify_fused,
     verify_reference,
     verify_unfused,
@@ -268,19 +263,11 @@ class StatePool:
         missing = sorted(set(range(self.num_layers)) - current.verified)
         if missing:
             raise RuntimeError(f"commit needs every layer verified in this round; layers {missing} were not")
-        common = {
-            "slots": current.slots, "accept_lens": accept_lens, "draft_tokens": current.draft_tokens,
-            "track_slots": track_slots, "track_steps": track_steps,
-        }  # fmt: skip
-        # Each op refuses before it writes, and the second is given nothing that the first did not check.
-        if isinstance(self.record, Ring):
-            fold_op = fold_reference if current.reference else fold
-            fold_op(self.ssm_state, self.record, shape=self.shape, errors=self.errors, **common)  # type: ignore[arg-type]
-        else:
-            snapshots_op = scatter_snapshots_reference if current.reference else scatter_snapshots
-            snapshots_op(self.ssm_state, self.record, errors=self.errors, **common)  # type: ignore[arg-type]
-        conv_op = scatter_conv_reference if current.reference else scatter_conv
-        conv_op(self.conv_state, self.conv_window, errors=self._uncounted, **common)  # type: ignore[arg-type]
+        commit_layers(
+            self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
+            draft_tokens=current.draft_tokens, track_slots=track_slots, track_steps=track_steps,
+            errors=self.errors, uncounted=self._uncounted, reference=current.reference,
+        )  # fmt: skip
         self._round = None
 
     def error_summary(self) -> str | None:
