@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kda_backend import StatePool
 from kda_kernels import KdaShape, LaunchConfig
 from kda_tooling.bench import sweep as sweep_module
 from kda_tooling.bench import warmup
@@ -108,7 +109,8 @@ def test_the_memory_asked_for_is_what_is_allocated(kind: str, modes: tuple[str, 
     checked = first.state.conv_window.numel() * 2 + sum(group.num_bytes for group in records)
     state = sum(t.numel() * t.element_size() for t in (problems.state.ssm_state, problems.state.conv_state))
     copies = 2 * state if kind == "round" else 0
-    assert cell_bytes(settings, 3, 5, 2) == allocated + outputs + checked + copies
+    workspace = first.workspace.numel() * 2
+    assert cell_bytes(settings, 3, 5, 2) == allocated + workspace + outputs + checked + copies
 
 
 def test_a_cell_that_cannot_fit_is_refused_by_name() -> None:
@@ -124,10 +126,38 @@ def test_a_missing_record_is_an_error_not_another_mode_s_commit(mode: str) -> No
     other = {"fused": "fused+ring", "fused+ring": "fused"}[mode]
     arm = our_arms(TINY, (other,), sweep_configs=False)[0]
     accept_lens = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"no (ring|snapshots)"):
+    missing = rf"no {arm.mode}: build it with {arm.mode}=True"
+    with pytest.raises(ValueError, match=missing):
         arm.commit(problems, accept_lens)
-    with pytest.raises(ValueError, match="no record for lane"):
+    with pytest.raises(ValueError, match=missing):
         arm.verify(problems.layers[0])
+
+
+def test_our_arms_make_the_calls_that_the_pool_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels launched, and the specialisations that they are launched as: what is timed is what is served."""
+    launched: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+
+    def launcher(kernel: Any, grid: tuple[int, ...], args: Any, options: dict[str, Any]) -> None:
+        launched.append((kernel.__name__, grid, options))
+
+    monkeypatch.setattr("kda_kernels._launch.LAUNCHER", launcher)
+    settings = SweepSettings(shape=TINY)
+    problems = build_problems(settings, 2, 3, 2, "cpu")
+    accept_lens = torch.ones(3, dtype=torch.int32)
+    for arm in our_arms(TINY, settings.modes, sweep_configs=False):
+        pool = StatePool(TINY, num_layers=2, num_slots=4, max_batch=3, draft_tokens=2, mode=arm.mode)
+        pool.begin(problems.layers[0].slots, 2)
+        for layer, p in enumerate(problems.layers):
+            pool.verify(layer, p.mixed_qkv, p.a, p.b, p.params, lane=arm.lane)
+        pool.commit(accept_lens)
+        served = launched.copy()
+        launched.clear()
+        for p in problems.layers:
+            arm.verify(p)
+        arm.commit(problems, accept_lens)
+        assert launched == served, arm.name
+        assert all(options.get("COUNT", True) for _, _, options in launched)
+        launched.clear()
 
 
 def test_problems_hold_what_the_arms_record() -> None:

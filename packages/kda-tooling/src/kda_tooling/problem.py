@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 
-from kda_kernels import KdaShape, LayerParams, LayerState, Ring, Snapshots
+from kda_kernels import KdaShape, LayerParams, LayerState, Ring, Snapshots, new_error_counts
 
 
 @dataclass(frozen=True)
-class VerifyProblem:
+class Records:
+    """What verify may record; ``ring`` or ``snapshots`` is None where the lanes compared do not need it."""
+
+    ring: Ring | None
+    snapshots: Snapshots | None
+
+    @overload
+    def record(self, mode: Literal["ring"]) -> Ring: ...
+    @overload
+    def record(self, mode: Literal["snapshots"]) -> Snapshots: ...
+    @overload
+    def record(self, mode: str) -> Ring | Snapshots: ...
+    def record(self, mode: str) -> Ring | Snapshots:
+        """The record of ``mode``, "ring" or "snapshots".
+
+        Raises:
+            ValueError: the problem was built without it.
+        """
+        found = {"ring": self.ring, "snapshots": self.snapshots}[mode]
+        if found is None:
+            raise ValueError(f"the problem has no {mode}: build it with {mode}=True")
+        return found
+
+
+@dataclass(frozen=True)
+class VerifyProblem(Records):
     """Everything that one layer's verify takes, in the layouts of `kda_kernels.verify_fused`.
 
-    ``ring`` or ``snapshots`` may be None where the lanes compared do not need it.
+    ``errors`` and ``workspace`` are shared by all layers, as a `kda_backend.StatePool` shares its own.
     """
 
     shape: KdaShape
@@ -24,8 +50,8 @@ class VerifyProblem:
     params: LayerParams
     state: LayerState
     slots: torch.Tensor
-    ring: Ring | None
-    snapshots: Snapshots | None
+    errors: torch.Tensor
+    workspace: torch.Tensor
 
     @property
     def batch(self) -> int:
@@ -34,13 +60,11 @@ class VerifyProblem:
 
 
 @dataclass(frozen=True)
-class Problems:
+class Problems(Records):
     """The same verify for several layers: one problem a layer, all of them views of common [layers, ...] tensors."""
 
     layers: list[VerifyProblem]
     state: LayerState
-    ring: Ring | None
-    snapshots: Snapshots | None
 
 
 def random_params(
@@ -112,6 +136,8 @@ def random_problems(
     b = torch.empty(layers, tokens, hv, dtype=dtype, device=device).normal_(generator=generator)
     permutation = torch.randperm(slots_total, generator=generator, device=device)
     slots = permutation[:batch].to(torch.int32)
+    errors = new_error_counts(device)
+    workspace = torch.empty(tokens, shape.conv_dim, dtype=dtype, device=device)
     problems = [
         VerifyProblem(
             shape=shape, draft_tokens=draft_tokens, mixed_qkv=x[i], a=a[i], b=b[i],
@@ -119,9 +145,9 @@ def random_problems(
                 shape, dtype=dtype, device=device, lower_bound=lower_bound, bias=bias, weight_dtype=weight_dtype,
                 generator=generator,
             ),
-            state=state.layer(i), slots=slots,
+            state=state.layer(i), slots=slots, errors=errors, workspace=workspace,
             ring=rings.layer(i) if rings else None, snapshots=shots.layer(i) if shots else None,
         )
         for i in range(layers)
     ]  # fmt: skip
-    return Problems(problems, state, rings, shots)
+    return Problems(ring=rings, snapshots=shots, layers=problems, state=state)

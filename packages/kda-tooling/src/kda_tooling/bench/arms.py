@@ -1,4 +1,8 @@
-"""The arms of a comparison: our lanes with a launch configuration, and a peer's, as functions of a problem."""
+"""The arms of a comparison: our lanes with a launch configuration, and a peer's, as functions of a problem.
+
+Ours make the calls that `kda_backend.StatePool` makes: faults are counted, the unfused lane has its workspace, and the
+commit is the pool's own function. What is timed is what is served.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kda_backend import LANES, lane_mode
-from kda_kernels import (
-    KdaShape,
-    LaunchConfig,
-    fold,
-    scatter_conv,
-    scatter_snapshots,
-    verify_fused,
-    verify_unfused,
-)
+from kda_backend import LANES, commit_layers, lane_mode
+from kda_kernels import KdaShape, LaunchConfig, verify_fused, verify_unfused
 from kda_kernels.shapes import SUPPORTED_BLOCK_V, SUPPORTED_NUM_WARPS
 from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems, VerifyProblem
@@ -61,12 +57,9 @@ def _verify(lane: str, config: LaunchConfig | None) -> Callable[[VerifyProblem],
     op = verify_fused if lane.startswith("fused") else verify_unfused
 
     def run(p: VerifyProblem) -> torch.Tensor:
-        record = p.ring if lane_mode(lane) == "ring" else p.snapshots
-        if record is None:
-            raise ValueError(f"the problem holds no record for lane {lane}")
         return op(
-            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=record, slots=p.slots,
-            draft_tokens=p.draft_tokens, config=config,
+            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=p.record(lane_mode(lane)),
+            slots=p.slots, draft_tokens=p.draft_tokens, config=config, errors=p.errors, workspace=p.workspace,
         )  # fmt: skip
 
     return run
@@ -75,16 +68,10 @@ def _verify(lane: str, config: LaunchConfig | None) -> Callable[[VerifyProblem],
 def _commit(mode: str) -> Callable[[Problems, torch.Tensor], None]:
     def run(problems: Problems, accept_lens: torch.Tensor) -> None:
         first = problems.layers[0]
-        common = {"slots": first.slots, "accept_lens": accept_lens, "draft_tokens": first.draft_tokens}
-        if mode == "ring":
-            if problems.ring is None:
-                raise ValueError("the problems hold no ring")
-            fold(problems.state.ssm_state, problems.ring, shape=first.shape, **common)  # type: ignore[arg-type]
-        else:
-            if problems.snapshots is None:
-                raise ValueError("the problems hold no snapshots")
-            scatter_snapshots(problems.state.ssm_state, problems.snapshots, **common)  # type: ignore[arg-type]
-        scatter_conv(problems.state.conv_state, problems.state.conv_window, **common)  # type: ignore[arg-type]
+        commit_layers(
+            problems.state, problems.record(mode), shape=first.shape, slots=first.slots, accept_lens=accept_lens,
+            draft_tokens=first.draft_tokens, errors=first.errors, uncounted=first.errors,
+        )  # fmt: skip
 
     return run
 
@@ -109,10 +96,8 @@ def peer_arms(peer: Peer, problem: VerifyProblem) -> list[Arm]:
     """The peer's lanes that take ``problem``."""
 
     def commit(problems: Problems, accept_lens: torch.Tensor) -> None:
-        if problems.ring is None:
-            raise ValueError("the problem holds no ring")
         peer.commit(
-            problems.state.ssm_state, problems.ring, problems.state.conv_state, problems.state.conv_window,
+            problems.state.ssm_state, problems.record("ring"), problems.state.conv_state, problems.state.conv_window,
             problems.layers[0].slots, accept_lens,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kda_kernels import Ring, Snapshots
+from kda_kernels import Ring
 from kda_tooling.bench.arms import OURS, Arm, commit_arms
 from kda_tooling.problem import Problems, VerifyProblem
 
@@ -28,11 +28,11 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def _written(problem: VerifyProblem, mode: str) -> dict[str, torch.Tensor]:
-    record: Ring | Snapshots | None = problem.ring if mode == "ring" else problem.snapshots
+    record = problem.record(mode)
     tensors = {"conv_window": problem.state.conv_window}
     if isinstance(record, Ring):
         tensors |= {name: getattr(record, name) for name in ("raw_v", "raw_k", "g", "beta")}
-    elif record is not None:
+    else:
         tensors["snapshots"] = record.states
     return tensors
 

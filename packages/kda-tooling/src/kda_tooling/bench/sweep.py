@@ -78,6 +78,7 @@ def cell_bytes(settings: SweepSettings, draft_tokens: int, batch: int, layers: i
     shape, dtype = settings.shape, settings.torch_dtype
     modes = _modes(settings)
     tokens, slots = batch * draft_tokens, batch + 1
+    workspace = tokens * shape.conv_dim * dtype.itemsize
     inputs = tokens * (shape.conv_dim + shape.num_v_heads * (shape.head_k_dim + 1)) * dtype.itemsize
     outputs = tokens * shape.num_v_heads * shape.head_v_dim * dtype.itemsize
     window = tokens * shape.window_bytes_per_token(dtype)
@@ -86,7 +87,7 @@ def cell_bytes(settings: SweepSettings, draft_tokens: int, batch: int, layers: i
     copies = 1 if settings.kind == "verify" else 3  # check_commits keeps the states before and the first arm's after
     state = slots * shape.state_bytes_per_slot(dtype)
     checked = window + ring + snapshots  # check_bits keeps one layer's records
-    return layers * (copies * state + inputs + outputs + window + ring + snapshots) + checked
+    return layers * (copies * state + inputs + outputs + window + ring + snapshots) + checked + workspace
 
 
 def check_memory(settings: SweepSettings, l2_bytes: int, device_bytes: int) -> None:

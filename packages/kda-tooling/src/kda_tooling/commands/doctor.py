@@ -122,11 +122,9 @@ def run_one_kernel() -> Finding:
         p = random_problems(
             KdaShape(1, 1, 64, 64), layers=1, batch=1, draft_tokens=1, dtype=torch.bfloat16, device="cuda"
         ).layers[0]
-        if p.ring is None:
-            raise RuntimeError("the problem was built without a ring")
         out = verify_fused(
-            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=p.ring, slots=p.slots,
-            draft_tokens=1,
+            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=p.record("ring"),
+            slots=p.slots, draft_tokens=p.draft_tokens,
         )  # fmt: skip
         finite = bool(out.isfinite().all())
     except Exception as error:  # whatever a compiler, driver or missing header may raise: it is the finding

@@ -142,6 +142,7 @@ class SglangPeer:
         self._fused = modules["attention/linear/fused_kda_conv_recurrent_verify"]
         self._commit = modules["attention/linear/kda_replayssm_spec_decode"]
         self._rows: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._starts_of: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
     def verify_arms(self, problem: VerifyProblem) -> dict[str, Callable[[VerifyProblem], torch.Tensor]]:
         """The unfused+ring lane and the fused+ring lane at every V tile, where their kernels take the problem."""
@@ -185,7 +186,7 @@ class SglangPeer:
             initial_state_source=p.state.ssm_state, initial_state_indices=p.slots,
             use_qk_l2norm_in_kernel=True, cu_seqlens=self._starts(p), is_kda=True, lower_bound=p.params.lower_bound,
             disable_state_update=True, cache_steps=t, intermediate_state_indices=rows,
-            intermediate_states_buffer=p.snapshots.states if snapshots and p.snapshots else None,
+            intermediate_states_buffer=p.record("snapshots").states if snapshots else None,
             **({} if snapshots else _ring_keywords(p)),
         )  # fmt: skip
         return out.view(tokens, shape.num_v_heads, shape.head_v_dim)
@@ -232,16 +233,16 @@ class SglangPeer:
 
     def _starts(self, p: VerifyProblem) -> torch.Tensor:
         """Token offsets of the requests, [B+1] int32, cached."""
-        key = (-(p.batch * 1000 + p.draft_tokens), p.slots.device)
-        if key not in self._rows:
-            self._rows[key] = torch.arange(p.batch + 1, dtype=torch.int32, device=p.slots.device) * p.draft_tokens
-        return self._rows[key]
+        key = (p.batch, p.draft_tokens, p.slots.device)
+        if key not in self._starts_of:
+            starts = torch.arange(p.batch + 1, dtype=torch.int32, device=p.slots.device) * p.draft_tokens
+            self._starts_of[key] = starts
+        return self._starts_of[key]
 
 
 def _ring_keywords(p: VerifyProblem) -> dict[str, Any]:
-    if p.ring is None:
-        raise ValueError("the problem has no ring: build it with ring=True")
+    ring = p.record("ring")
     return {
-        "cache_ring": True, "replayssm_rawv": p.ring.raw_v, "replayssm_rawk": p.ring.raw_k,
-        "replayssm_g": p.ring.g, "replayssm_beta": p.ring.beta,
+        "cache_ring": True, "replayssm_rawv": ring.raw_v, "replayssm_rawk": ring.raw_k,
+        "replayssm_g": ring.g, "replayssm_beta": ring.beta,
     }  # fmt: skip
