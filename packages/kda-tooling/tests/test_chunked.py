@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_tooling.chunked import CHUNK, chunked_kda, sequential_kda
+from kda_tooling.chunked import CHUNK, chunked_kda
 
 BATCH, HEADS, DIM = 2, 2, 16
 
@@ -30,6 +30,21 @@ def inputs(tokens: int, dtype: torch.dtype, kind: str) -> list[Tensor]:
         k[:, 1::2] = k[:, : tokens - 1 : 2]
         beta[:] = 1.0
     return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta)]
+
+
+def sequential_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `chunked_kda`, token by token: ``S *= exp(g); u = beta (v - S k); S += u k^T; o = S q``."""
+    batch, tokens, heads, key_dim = k.shape
+    state = v.new_zeros(batch, heads, v.shape[-1], key_dim) if initial_state is None else initial_state
+    outputs = []
+    for t in range(tokens):
+        state = state * torch.exp(g[:, t]).unsqueeze(-2)
+        u = beta[:, t].unsqueeze(-1) * (v[:, t] - (state * k[:, t].unsqueeze(-2)).sum(-1))
+        state = state + u.unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        outputs.append((state * q[:, t].unsqueeze(-2)).sum(-1))
+    return torch.stack(outputs, dim=1), state
 
 
 @pytest.mark.parametrize("kind", ["mild", "hard"])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kda_backend import LANES, StatePool
+from kda_tooling import decoding
 from kda_tooling.decoding import ACTIVATION_DTYPE, Decoder, RequestState, RowBlocks, ingest
 from kda_tooling.model import KdaLanguageModel, ModelConfig
 
@@ -116,7 +117,9 @@ def test_speculation_in_every_lane_equals_plain_decoding(
         assert [len(marks) for marks in run.from_draft] == [7, 7, 7]
 
 
-def test_the_pools_state_goes_on_where_the_prompt_ended(tiny: KdaLanguageModel) -> None:
+@pytest.mark.parametrize("round_tokens", [7, 256])
+def test_the_pools_state_goes_on_where_the_prompt_ended(round_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "INGEST_TOKENS", round_tokens)
     # The same text, once as a whole in plain torch and once prompt by kernel: bf16 inputs and outputs apart, the same.
     model = make_model(TINY)
     decoder = Decoder(model, "cpu")

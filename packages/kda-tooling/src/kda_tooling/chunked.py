@@ -1,4 +1,4 @@
-"""Differentiable chunked form of the gated delta rule in plain torch, and the sequential recurrence it stands for.
+"""Differentiable chunked form of the gated delta rule in plain torch.
 
 Within a chunk, with G_t the running sum of the log decay g (all <= 0) and S the state before the chunk
 (Kimi Linear, arXiv 2510.26692; the WY / UT form of the delta rule):
@@ -103,18 +103,3 @@ def chunked_kda(
     o = (q * decay) @ torch.stack(before) + qk @ torch.stack(updates)
     o = o.transpose(0, 1).transpose(2, 3).flatten(1, 2)[:, :tokens]
     return o, state.transpose(-1, -2)
-
-
-def sequential_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The same arguments and results, token by token: ``S *= exp(g); u = beta (v - S k); S += u k^T; o = S q``."""
-    batch, tokens, heads, key_dim = k.shape
-    state = v.new_zeros(batch, heads, v.shape[-1], key_dim) if initial_state is None else initial_state
-    outputs = []
-    for t in range(tokens):
-        state = state * torch.exp(g[:, t]).unsqueeze(-2)
-        u = beta[:, t].unsqueeze(-1) * (v[:, t] - (state * k[:, t].unsqueeze(-2)).sum(-1))
-        state = state + u.unsqueeze(-1) * k[:, t].unsqueeze(-2)
-        outputs.append((state * q[:, t].unsqueeze(-2)).sum(-1))
-    return torch.stack(outputs, dim=1), state

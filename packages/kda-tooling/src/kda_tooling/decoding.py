@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kda_backend import StatePool
+from kda_backend import REFERENCE_LANE, StatePool, lane_mode
 from kda_kernels import KdaShape, LayerParams
-from kda_tooling.chunked import sequential_kda
 from kda_tooling.corpus import DOCUMENT_START
 from kda_tooling.drafting import PromptLookupDrafter, accepted_length
-from kda_tooling.model import CONV_WIDTH, KdaLanguageModel, KdaMixer, Mlp
+from kda_tooling.model import KdaLanguageModel, KdaMixer, Mlp
 
 ACTIVATION_DTYPE = torch.bfloat16
 PLAIN_LANE = "unfused"
 """Lane of plain decoding: one token a round, committed at once."""
+
+INGEST_TOKENS = 256
+"""Prompt bytes that one round of the ingestion verifies and commits."""
 
 
 @dataclass(frozen=True)
@@ -99,30 +101,6 @@ def kda_shape(model: KdaLanguageModel) -> KdaShape:
     return KdaShape(num_heads=heads, num_v_heads=heads, head_k_dim=dim, head_v_dim=dim)
 
 
-@torch.no_grad()
-def ingest(model: KdaLanguageModel, prompt: bytes) -> RequestState:
-    """Run ``prompt`` through plain torch on the CPU, token by token in each layer; ``model`` must be there.
-
-    Raises ``ValueError`` for an empty prompt.
-    """
-    if not prompt:
-        raise ValueError("prompt is empty; at least one byte is needed to continue from.")
-    tokens = torch.tensor([[DOCUMENT_START, *prompt]])
-    x = model.embed(tokens)
-    conv_states, ssm_states = [], []
-    for mixer, mlp in model.layers():
-        mixed_qkv, a, b, z = mixer.project(x)
-        mixed_qkv, a, b = (part.to(ACTIVATION_DTYPE) for part in (mixed_qkv, a, b))
-        o, state = sequential_kda(*mixer.recurrence_inputs(mixed_qkv, a, b))
-        padded = torch.nn.functional.pad(mixed_qkv[0], (0, 0, CONV_WIDTH - 1, 0))
-        conv_states.append(padded[-(CONV_WIDTH - 1) :].clone())
-        ssm_states.append(state[0])
-        x = x + mixer.finish(o, z)
-        x = x + mlp(x)
-    root = int(model.logits(x[0, -1]).argmax())
-    return RequestState(prompt, torch.stack(conv_states), torch.stack(ssm_states), root)
-
-
 class Decoder:
     """The model on a device, its KDA layers running through a :class:`kda_backend.StatePool`."""
 
@@ -173,7 +151,7 @@ class Decoder:
         ``on_progress`` is called after each round with the bytes emitted so far over all requests.
         """
         count = len(requests)
-        mode = "ring" if lane.endswith("+ring") else "snapshots"
+        mode = lane_mode(lane)
         pool = StatePool(
             self.shape,
             num_layers=self.model.config.num_layers,
@@ -229,6 +207,31 @@ class Decoder:
         result.seconds = time.perf_counter() - start
         result.faults = pool.error_summary()
         return result
+
+
+def ingest(model: KdaLanguageModel, prompt: bytes) -> RequestState:
+    """Run ``prompt`` through the reference lane on the CPU, `INGEST_TOKENS` tokens a round; ``model`` must be there.
+
+    Raises ``ValueError`` for an empty prompt.
+    """
+    if not prompt:
+        raise ValueError("prompt is empty; at least one byte is needed to continue from.")
+    decoder = Decoder(model, "cpu", RowBlocks(INGEST_TOKENS))
+    pool = StatePool(
+        decoder.shape,
+        num_layers=model.config.num_layers,
+        num_slots=1,
+        max_batch=1,
+        draft_tokens=INGEST_TOKENS,
+        mode="ring",
+        dtype=ACTIVATION_DTYPE,
+    )
+    for tokens in torch.tensor([[DOCUMENT_START, *prompt]]).split(INGEST_TOKENS, dim=1):
+        pool.begin(torch.tensor([0]), tokens.shape[1])
+        logits = decoder.round_logits(pool, tokens, REFERENCE_LANE)
+        pool.commit(torch.tensor([tokens.shape[1]]))
+    root = int(logits[0, -1].argmax())
+    return RequestState(prompt, pool.conv_state[:, 0].clone(), pool.ssm_state[:, 0].clone(), root)
 
 
 def _after_kda(mixer: KdaMixer, mlp: Mlp, x: Tensor, o: Tensor, z: Tensor) -> Tensor:

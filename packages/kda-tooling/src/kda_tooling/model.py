@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_kernels import CONV_WIDTH
 from kda_tooling.chunked import chunked_kda
 
-CONV_WIDTH = 4
 MAX_ASSET_BYTES = 2 * 1024 * 1024
 FP32_PARAMETERS = ("A_log", "dt_bias")
 """Parameters that the kernels read in fp32; everything else is shipped as bf16."""

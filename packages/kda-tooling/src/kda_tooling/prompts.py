@@ -9,7 +9,7 @@ from pathlib import Path
 from kda_tooling.corpus import HELD_OUT, read_held_out
 
 LONGEST_PROMPT = 4096
-"""Bytes of a user's file that are read, from its end: ingestion is sequential in plain torch."""
+"""Bytes of a user's file that are read, from its end: ingestion goes token by token in plain torch."""
 
 
 @dataclass(frozen=True)
