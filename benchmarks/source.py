@@ -16,7 +16,7 @@ SWEEP_TIMEOUT = 900.0
 def sweep_arguments() -> list[str]:
     """The `kda sweep` call that fills every cell, with its JSON on standard output."""
     return [
-        "sweep", "--modes", *LANES, "--batch-sizes", *map(str, BATCH_SIZES), "--draft-tokens", *map(str, DRAFT_TOKENS),
+        "sweep", "--lanes", *LANES, "--batch-sizes", *map(str, BATCH_SIZES), "--draft-tokens", *map(str, DRAFT_TOKENS),
         "--json", "-",
     ]  # fmt: skip
 

@@ -145,7 +145,7 @@ def test_the_measuring_command_covers_the_suite(monkeypatch: pytest.MonkeyPatch)
     CliRunner().invoke(app, source.sweep_arguments())
     (settings,) = reached
     assert settings.cells() == [(t, b) for t in benchmarks.DRAFT_TOKENS for b in benchmarks.BATCH_SIZES]
-    assert settings.modes == benchmarks.LANES
+    assert settings.lanes == benchmarks.LANES
     described = {name: getattr(settings, name) for name in benchmarks.SETTINGS}
     described["shape"] = vars(described["shape"])
     assert described == benchmarks.SETTINGS

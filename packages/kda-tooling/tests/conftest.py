@@ -40,7 +40,7 @@ def make_sweep(settings: SweepSettings | None = None) -> SweepResult:
 def _cell(settings: SweepSettings, t: int, b: int) -> Cell:
     arms = []
     for (owner, lane, suffix), least in ANCHORS.items():
-        if owner == "kda" and lane not in settings.modes:
+        if owner == "kda" and lane not in settings.lanes:
             continue
         mode = lane_mode(lane)
         verify = verify_traffic(settings.shape, b, t, settings.torch_dtype, mode)

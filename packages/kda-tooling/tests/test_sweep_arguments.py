@@ -13,6 +13,7 @@ from kda_kernels import KdaShape
 from kda_tooling.bench.results import SweepResult, load_results
 from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
 from kda_tooling.cli import app
+from kda_tooling.commands import options
 from kda_tooling.commands import sweep as command
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
@@ -53,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, sweep_factory: Callable[..., SweepRes
         ("--draft-tokens 0", "--draft-tokens must be within 1..64; got 0"),
         ("--draft-tokens 4 -2", "got -2"),
         ("--draft-tokens 65", "got 65"),
-        ("--modes sideways", "--modes must name some of unfused, unfused+ring, fused, fused+ring; got sideways"),
+        ("--modes sideways", "--modes must name lanes of unfused, unfused+ring, fused, fused+ring; got sideways"),
         ("--modes fused Fused+ring", "got Fused+ring"),
         ("--modes fused,unfused", "got fused,unfused"),
         ("--heads 0", "--heads must be at least 1, got 0"),
@@ -74,7 +75,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, sweep_factory: Callable[..., SweepRes
         ("--round --accept 0", "--accept must be within 1..4"),
         ("--round --accept 5", "--accept must be within 1..4"),
         ("--commit --draft-tokens 8 2 --accept 3", "--accept must be within 1..2 (the smallest draft length)"),
-        ("--sweep-bv --modes unfused", "--modes has none"),
+        ("--sweep-bv --modes unfused", "--modes names none"),
         ("--sweep-bv --commit", "--sweep-bv varies the verify kernels"),
         ("--passes 0", "--passes must be odd"),
         ("--passes 4", "--passes must be odd"),
@@ -117,8 +118,10 @@ def test_wrong_arguments_exit_with_2_before_anything_runs(
         ("--batch-sizes=3 --batch-sizes=5", {"batch_sizes": (3, 5)}),
         ("--batch-sizes 8 8 2", {"batch_sizes": (2, 8)}),
         ("--draft-tokens 8 4 --batch-sizes 2", {"draft_tokens": (4, 8), "batch_sizes": (2,)}),
-        ("--modes fused+ring unfused+ring", {"modes": ("fused+ring", "unfused+ring")}),
-        ("--modes fused --modes fused", {"modes": ("fused",)}),
+        ("--modes fused+ring unfused+ring", {"lanes": ("fused+ring", "unfused+ring")}),
+        ("--lanes fused+ring --modes fused", {"lanes": ("fused+ring", "fused")}),
+        ("--lanes fused unfused", {"lanes": ("fused", "unfused")}),
+        ("--modes fused --modes fused", {"lanes": ("fused",)}),
         ("--heads 4 --hv-heads 16 --head-k-dim 64", {"shape": KdaShape(4, 16, 64, 128)}),
         ("--heads 16", {"shape": KdaShape(16, 16, 128, 128)}),
         ("--lower-bound -2.5", {"lower_bound": -2.5}),
@@ -144,7 +147,7 @@ def test_what_is_asked_is_what_is_measured(
 
 
 def test_the_lanes_of_the_command_are_the_backends() -> None:
-    assert command.ALL_MODES == kda_backend.LANES
+    assert options.LANES == kda_backend.LANES
     assert SweepSettings().shape == DEFAULT_SHAPE
 
 

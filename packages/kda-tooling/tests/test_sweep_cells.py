@@ -95,10 +95,10 @@ def test_hot_is_one_layer_over_and_over() -> None:
     assert rotated < H200_L2
 
 
-@pytest.mark.parametrize("modes", [("fused+ring",), ("fused",), ("fused", "unfused+ring")], ids=" ".join)
+@pytest.mark.parametrize("lanes", [("fused+ring",), ("fused",), ("fused", "unfused+ring")], ids=" ".join)
 @pytest.mark.parametrize("kind", ["verify", "round"])
-def test_the_memory_asked_for_is_what_is_allocated(kind: str, modes: tuple[str, ...]) -> None:
-    settings = SweepSettings(shape=KdaShape(1, 2, 64, 128), modes=modes, kind=kind, dtype="fp16")
+def test_the_memory_asked_for_is_what_is_allocated(kind: str, lanes: tuple[str, ...]) -> None:
+    settings = SweepSettings(shape=KdaShape(1, 2, 64, 128), lanes=lanes, kind=kind, dtype="fp16")
     problems = build_problems(settings, 3, 5, 2, "cpu")
     held = [problems.state, problems.ring, problems.snapshots]
     allocated = sum(group.num_bytes for group in held if group is not None)
@@ -120,10 +120,10 @@ def test_a_cell_that_cannot_fit_is_refused_by_name() -> None:
     check_memory(dataclasses.replace(settings, batch_sizes=(1, 256)), H200_L2, 139 << 30)
 
 
-@pytest.mark.parametrize("mode", ["fused", "fused+ring"])
-def test_a_missing_record_is_an_error_not_another_mode_s_commit(mode: str) -> None:
-    problems = build_problems(SweepSettings(shape=TINY, modes=(mode,)), 2, 1, 1, "cpu")
-    other = {"fused": "fused+ring", "fused+ring": "fused"}[mode]
+@pytest.mark.parametrize("lane", ["fused", "fused+ring"])
+def test_a_missing_record_is_an_error_not_another_mode_s_commit(lane: str) -> None:
+    problems = build_problems(SweepSettings(shape=TINY, lanes=(lane,)), 2, 1, 1, "cpu")
+    other = {"fused": "fused+ring", "fused+ring": "fused"}[lane]
     arm = our_arms(TINY, (other,), sweep_configs=False)[0]
     accept_lens = torch.ones(1, dtype=torch.int32)
     missing = rf"no {arm.mode}: build it with {arm.mode}=True"
@@ -144,7 +144,7 @@ def test_our_arms_make_the_calls_that_the_pool_makes(monkeypatch: pytest.MonkeyP
     settings = SweepSettings(shape=TINY)
     problems = build_problems(settings, 2, 3, 2, "cpu")
     accept_lens = torch.ones(3, dtype=torch.int32)
-    for arm in our_arms(TINY, settings.modes, sweep_configs=False):
+    for arm in our_arms(TINY, settings.lanes, sweep_configs=False):
         pool = StatePool(TINY, num_layers=2, num_slots=4, max_batch=3, draft_tokens=2, mode=arm.mode)
         pool.begin(problems.layers[0].slots, 2)
         for layer, p in enumerate(problems.layers):
@@ -161,14 +161,14 @@ def test_our_arms_make_the_calls_that_the_pool_makes(monkeypatch: pytest.MonkeyP
 
 
 def test_problems_hold_what_the_arms_record() -> None:
-    ring = build_problems(SweepSettings(shape=TINY, modes=("fused+ring",)), 2, 1, 1, "cpu")
-    shots = build_problems(SweepSettings(shape=TINY, modes=("fused",)), 2, 1, 1, "cpu")
+    ring = build_problems(SweepSettings(shape=TINY, lanes=("fused+ring",)), 2, 1, 1, "cpu")
+    shots = build_problems(SweepSettings(shape=TINY, lanes=("fused",)), 2, 1, 1, "cpu")
     assert (ring.ring is not None, ring.snapshots is not None) == (True, False)
     assert (shots.ring is not None, shots.snapshots is not None) == (False, True)
 
 
 def test_a_peer_gets_a_ring_whatever_the_lanes(tmp_path: Path) -> None:
-    settings = SweepSettings(shape=TINY, modes=("fused",), peers=(f"sglang={tmp_path}",))
+    settings = SweepSettings(shape=TINY, lanes=("fused",), peers=(f"sglang={tmp_path}",))
     assert build_problems(settings, 2, 1, 1, "cpu").ring is not None
 
 
@@ -204,7 +204,7 @@ def test_commits_have_one_arm_per_owner_and_mode() -> None:
 @pytest.mark.parametrize("kind", ["verify", "round", "commit"])
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_cell_is_measured_per_layer(kind: str, machine: Machine) -> None:
-    settings = SweepSettings(shape=TINY, kind=kind, passes=3, modes=("unfused+ring", "fused"))
+    settings = SweepSettings(shape=TINY, kind=kind, passes=3, lanes=("unfused+ring", "fused"))
     cell = measure_cell(settings, 2, 2, [], machine, device="cpu")
     layers, rotated = rotation_layers(settings, 2, 2, machine.l2_bytes)
     assert (cell.kind, cell.draft_tokens, cell.batch, cell.layers, cell.rotated_bytes) == (kind, 2, 2, layers, rotated)
@@ -222,7 +222,7 @@ def test_a_cell_is_measured_per_layer(kind: str, machine: Machine) -> None:
 @pytest.mark.parametrize("broken", ["verify", "commit"])
 def test_nothing_is_timed_where_arms_disagree(broken: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(settings: SweepSettings, problem: VerifyProblem, peers: list[Any]) -> list[Arm]:
-        arms = our_arms(settings.shape, settings.modes, settings.sweep_configs)
+        arms = our_arms(settings.shape, settings.lanes, settings.sweep_configs)
 
         def verify(p: VerifyProblem) -> torch.Tensor:
             return arms[1].verify(p) + 1
@@ -235,14 +235,14 @@ def test_nothing_is_timed_where_arms_disagree(broken: str, machine: Machine, mon
 
     monkeypatch.setattr(sweep_module, "build_arms", build)
     monkeypatch.setattr(sweep_module, "capture", must_not_run)
-    settings = SweepSettings(shape=TINY, kind="round", passes=3, modes=("unfused+ring", "fused"))
+    settings = SweepSettings(shape=TINY, kind="round", passes=3, lanes=("unfused+ring", "fused"))
     with pytest.raises(BitsDifferError, match=r"kda fused|kda snapshots commit"):
         measure_cell(settings, 2, 2, [], machine, device="cpu")
 
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_hot_cells_say_so(machine: Machine) -> None:
-    settings = SweepSettings(shape=TINY, passes=3, modes=("unfused+ring",), hot=True)
+    settings = SweepSettings(shape=TINY, passes=3, lanes=("unfused+ring",), hot=True)
     cell = measure_cell(settings, 2, 1, [], dataclasses.replace(machine, l2_bytes=H200_L2), device="cpu")
     assert (cell.layers, cell.cold) == (1, False)
     assert cell.arms[0].median_us == pytest.approx(2.0)
@@ -262,7 +262,7 @@ def test_a_sweep_visits_every_cell_and_can_be_stored(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sweep_module, "describe_machine", lambda: machine)
-    settings = SweepSettings(shape=TINY, batch_sizes=(1, 2), draft_tokens=(1, 2), passes=3, modes=("fused+ring",))
+    settings = SweepSettings(shape=TINY, batch_sizes=(1, 2), draft_tokens=(1, 2), passes=3, lanes=("fused+ring",))
     seen: list[tuple[int, int]] = []
     result = run_sweep(settings, lambda t, b: seen.append((t, b)))
     assert seen == settings.cells() == [(cell.draft_tokens, cell.batch) for cell in result.cells]
@@ -325,7 +325,7 @@ def test_arms_of_peers_follow_ours() -> None:
         def commit(self, *arguments: object) -> None:
             raise AssertionError("not called")
 
-    settings = SweepSettings(shape=TINY, modes=("fused+ring",))
+    settings = SweepSettings(shape=TINY, lanes=("fused+ring",))
     problems: Problems = build_problems(settings, 2, 1, 1, "cpu")
     arms: list[Arm] = build_arms(settings, problems.layers[0], [Fake()])
     assert [(arm.name, arm.owner, arm.lane, arm.mode) for arm in arms] == [

@@ -70,7 +70,7 @@ def test_our_columns_come_first_whatever_a_peer_is_called(example: SweepResult) 
 
 
 def test_missing_arms_and_hot_cells_are_shown(sweep_factory: Callable[..., SweepResult]) -> None:
-    hot = sweep_factory(SweepSettings(hot=True, batch_sizes=(1, 4), modes=("fused+ring",)))
+    hot = sweep_factory(SweepSettings(hot=True, batch_sizes=(1, 4), lanes=("fused+ring",)))
     first = dataclasses.replace(
         hot.cells[0], arms=hot.cells[0].arms[:1], skipped={"sglang fused+ring": "it takes 3 draft tokens or more"}
     )
@@ -112,7 +112,7 @@ def test_markdown_has_provenance_and_a_table_per_draft_length(example: SweepResu
 
 
 def test_markdown_of_other_settings(sweep_factory: Callable[..., SweepResult]) -> None:
-    settings = SweepSettings(hot=True, kind="round", accept=2, lower_bound=None, modes=("fused",))
+    settings = SweepSettings(hot=True, kind="round", accept=2, lower_bound=None, lanes=("fused",))
     result = sweep_factory(settings)
     cells = [dataclasses.replace(c, arms=[a for a in c.arms if a.owner == "kda"]) for c in result.cells]
     old = dataclasses.replace(result.machine, sm=80)

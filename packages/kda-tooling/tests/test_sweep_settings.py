@@ -20,8 +20,8 @@ from kda_tooling.commands import sweep as command
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"modes": ()}, "--modes must name some of .*; got none"),
-        ({"modes": ("fused", "fast")}, "got fast"),
+        ({"lanes": ()}, "--modes must name lanes of .*; got none"),
+        ({"lanes": ("fused", "fast")}, "got fast"),
         ({"batch_sizes": ()}, "--batch-sizes must be within .*; got none"),
         ({"batch_sizes": (4, 0, -1)}, "got 0, -1"),
         ({"draft_tokens": ()}, "--draft-tokens"),
@@ -57,7 +57,7 @@ def test_a_result_states_every_setting() -> None:
     "settings",
     [
         SweepSettings(),
-        SweepSettings(modes=("fused+ring",), batch_sizes=(1, 256), draft_tokens=(3, 8), sweep_configs=True),
+        SweepSettings(lanes=("fused+ring",), batch_sizes=(1, 256), draft_tokens=(3, 8), sweep_configs=True),
         SweepSettings(shape=KdaShape(4, 8, 64, 128), dtype="fp16", lower_bound=None, bias=False, seed=3),
         SweepSettings(shape=KdaShape(16, 16, 128, 64), lower_bound=-2.5, hot=True, passes=21),
         SweepSettings(kind="round"),

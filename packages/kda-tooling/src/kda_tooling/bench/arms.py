@@ -81,7 +81,7 @@ def our_arms(shape: KdaShape, lanes: Iterable[str], sweep_configs: bool) -> list
     arms = []
     for lane in lanes:
         if lane not in LANES:
-            raise ValueError(f"mode must be one of {', '.join(LANES)}; got {lane!r}")
+            raise ValueError(f"lane must be one of {', '.join(LANES)}; got {lane!r}")
         mode = lane_mode(lane)
         configs: list[LaunchConfig | None] = [None]
         if sweep_configs and lane.startswith("fused"):

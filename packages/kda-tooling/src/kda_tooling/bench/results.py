@@ -13,7 +13,7 @@ from kda_tooling.bench.machine import Machine
 SCHEMA = 1
 KINDS = ("verify", "round", "commit")
 SETTINGS = frozenset({
-    "modes", "batch_sizes", "draft_tokens", "shape", "dtype", "lower_bound", "bias", "kind", "accept", "sweep_configs",
+    "lanes", "batch_sizes", "draft_tokens", "shape", "dtype", "lower_bound", "bias", "kind", "accept", "sweep_configs",
     "hot", "passes", "peers", "seed",
 })  # fmt: skip
 """Fields of `kda_tooling.bench.settings.SweepSettings`, all of which a result states."""

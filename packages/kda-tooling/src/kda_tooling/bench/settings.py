@@ -26,7 +26,7 @@ class SweepSettings:
     """Settings of a sweep.
 
     Args:
-        modes: lanes to measure, of `kda_backend.LANES`.
+        lanes: lanes to measure, of `kda_backend.LANES`.
         batch_sizes, draft_tokens: the cells are their product.
         shape: head layout.
         dtype: "bf16" or "fp16".
@@ -44,7 +44,7 @@ class SweepSettings:
         ValueError: a value is unknown, below its least, or impossible; the message names the option.
     """
 
-    modes: tuple[str, ...] = LANES
+    lanes: tuple[str, ...] = LANES
     batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
     draft_tokens: tuple[int, ...] = (4,)
     shape: KdaShape = DEFAULT_SHAPE
@@ -60,9 +60,9 @@ class SweepSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        unknown = [mode for mode in self.modes if mode not in LANES]
-        if unknown or not self.modes:
-            raise ValueError(f"--modes must name some of {', '.join(LANES)}; got {', '.join(unknown) or 'none'}")
+        unknown = [lane for lane in self.lanes if lane not in LANES]
+        if unknown or not self.lanes:
+            raise ValueError(f"--modes must name lanes of {', '.join(LANES)}; got {', '.join(unknown) or 'none'}")
         for option, values, most in (
             ("--batch-sizes", self.batch_sizes, MAX_BATCH), ("--draft-tokens", self.draft_tokens, MAX_DRAFT_TOKENS),
         ):  # fmt: skip
@@ -99,8 +99,8 @@ class SweepSettings:
         if self.sweep_configs:
             if self.kind == "commit":
                 raise ValueError("--sweep-bv varies the verify kernels, and --commit times none: leave one of them out")
-            if not any(mode.startswith("fused") for mode in self.modes):
-                raise ValueError(f"--sweep-bv varies the fused lanes, and --modes has none: {', '.join(self.modes)}")
+            if not any(lane.startswith("fused") for lane in self.lanes):
+                raise ValueError(f"--sweep-bv varies the fused lanes, and --modes names none: {', '.join(self.lanes)}")
 
     def _check_peers(self) -> None:
         names = [spec.partition("=")[0] for spec in self.peers]
@@ -138,7 +138,7 @@ def command_of(settings: dict[str, Any]) -> str:
         if value != usual:
             words.extend([option, *map(str, value if isinstance(value, list) else [value])])
 
-    add("--modes", settings["modes"], list(default.modes))
+    add("--modes", settings["lanes"], list(default.lanes))
     add("--batch-sizes", settings["batch_sizes"], list(default.batch_sizes))
     add("--draft-tokens", settings["draft_tokens"], list(default.draft_tokens))
     add("--heads", shape["num_heads"], default.shape.num_heads)

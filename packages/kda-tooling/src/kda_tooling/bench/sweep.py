@@ -32,7 +32,7 @@ HOT_ROUNDS = 16
 
 def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer]) -> list[Arm]:
     """The arms of a cell, ours first."""
-    arms = our_arms(settings.shape, settings.modes, settings.sweep_configs)
+    arms = our_arms(settings.shape, settings.lanes, settings.sweep_configs)
     for peer in peers:
         arms += peer_arms(peer, problem)
     return arms
@@ -40,7 +40,7 @@ def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer
 
 def _modes(settings: SweepSettings) -> set[str]:
     """Records that the settings' arms need; a peer's are rings."""
-    return {lane_mode(lane) for lane in settings.modes} | ({"ring"} if settings.peers else set())
+    return {lane_mode(lane) for lane in settings.lanes} | ({"ring"} if settings.peers else set())
 
 
 def build_problems(settings: SweepSettings, draft_tokens: int, batch: int, layers: int, device: str) -> Problems:

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kda_tooling.commands.options import choose_kernels, refuse, resolve_device
+from kda_tooling.commands.options import LANES, choose_kernels, refuse, resolve_device
 
-ALL_LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
@@ -25,16 +24,16 @@ def register(app: typer.Typer) -> None:
 
 def _lanes(value: str) -> tuple[str, ...]:
     lanes = tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
-    unknown = [lane for lane in lanes if lane not in ALL_LANES]
+    unknown = [lane for lane in lanes if lane not in LANES]
     if unknown or not lanes:
-        raise refuse("--lanes", f"{value!r} names {unknown or 'no lane'}; allowed are {', '.join(ALL_LANES)}.")
+        raise refuse("--lanes", f"{value!r} names {unknown or 'no lane'}; allowed are {', '.join(LANES)}.")
     return lanes
 
 
 def demo(
     draft_tokens: Annotated[int, typer.Option(help="Tokens verified per round, the root included.", min=1)] = 4,
     num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to decode per prompt.", min=1)] = 48,
-    lanes: Annotated[str, typer.Option(help="Comma-separated lanes to compare.")] = ",".join(ALL_LANES),
+    lanes: Annotated[str, typer.Option(help="Comma-separated lanes to compare.")] = ",".join(LANES),
     prompts: Annotated[int, typer.Option(help="Prompts from held-out modules.", min=1)] = 3,
     prompt_bytes: Annotated[int, typer.Option(help="Bytes of each of these prompts.", min=1)] = 768,
     prompt_file: Annotated[

@@ -7,6 +7,9 @@ import sys
 
 import typer
 
+LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
+"""`kda_backend.LANES`, here for options, so that ``--help`` need not import torch."""
+
 
 def interpreter_chosen() -> bool:
     """Whether the environment asks for Triton's interpreter, spelt as Triton allows."""

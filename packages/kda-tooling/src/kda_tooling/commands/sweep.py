@@ -10,13 +10,11 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import interpreter_chosen, refuse
+from kda_tooling.commands.options import LANES, interpreter_chosen, refuse
 
 if TYPE_CHECKING:
     from kda_tooling.bench.results import SweepResult
     from kda_tooling.bench.settings import SweepSettings
-
-ALL_MODES = ("unfused", "unfused+ring", "fused", "fused+ring")
 
 SHAPE_OPTIONS = {
     "num_heads": "--heads",
@@ -76,7 +74,9 @@ def _lower_bound(value: str) -> float | None:
 
 
 def sweep(
-    modes: Annotated[list[str], typer.Option(help=f"Lanes to measure: {', '.join(ALL_MODES)}.")] = list(ALL_MODES),  # noqa: B006 - typer reads the default once
+    lanes: Annotated[  # typer reads the default once
+        list[str], typer.Option("--modes", "--lanes", help=f"Lanes to measure: {', '.join(LANES)}.")
+    ] = list(LANES),  # noqa: B006
     batch_sizes: Annotated[list[int], typer.Option(help="Requests per batch, B.")] = [1, 4, 16, 64],  # noqa: B006
     draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T.")] = [4],  # noqa: B006
     heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
@@ -114,7 +114,7 @@ def sweep(
     bound = _lower_bound(lower_bound)
     try:
         settings = SweepSettings(
-            modes=tuple(dict.fromkeys(modes)), batch_sizes=tuple(sorted(set(batch_sizes))),
+            lanes=tuple(dict.fromkeys(lanes)), batch_sizes=tuple(sorted(set(batch_sizes))),
             draft_tokens=tuple(sorted(set(draft_tokens))),
             shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
             dtype=dtype, lower_bound=bound, bias=bias, kind="round" if round_ else "commit" if commit else "verify",
