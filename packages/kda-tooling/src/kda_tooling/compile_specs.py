@@ -27,8 +27,7 @@ from kda_kernels import (
     verify_unfused,
 )
 from kda_kernels.aot import TARGETS
-from kda_kernels.commit import DEFAULT_FOLD_CONFIG
-from kda_kernels.verify import DEFAULT_VERIFY_CONFIG
+from kda_kernels.defaults import FEW_HEADS, MANY_HEADS, MANY_HEADS_LONG_DRAFT, PORTABLE, SOME_HEADS
 
 KERNELS = ("conv", "recurrence", "fused", "fold", "scatter_conv", "scatter_snapshots")
 """Kernels by the name that the report, the budget and ``--kernel`` use."""
@@ -37,6 +36,8 @@ _LABELS = {
     ("verify_unfused", "conv_kernel"): "conv",
     ("verify_unfused", "verify_kernel"): "recurrence",
     ("verify_fused", "verify_kernel"): "fused",
+    ("verify_unfused", "verify_gluon_kernel"): "recurrence",
+    ("verify_fused", "verify_gluon_kernel"): "fused",
     ("fold", "fold_kernel"): "fold",
     ("scatter_conv", "scatter_kernel"): "scatter_conv",
     ("scatter_snapshots", "scatter_kernel"): "scatter_snapshots",
@@ -60,7 +61,7 @@ class CompileSpec:
         fp32_weight: conv weight (and bias) in fp32 instead of the activation dtype.
         bias: with a conv bias.
         safe_gate: the safe gate, else the standard one.
-        config: (block_v, num_warps), or None for the op's default.
+        config: a launch configuration (its pdl aside), or None for the portable kernels' default.
         pdl: None for the target's default, False for off.
         track: commit ops: with tracking slots.
         rows: with rows given, instead of 0..B-1.
@@ -75,7 +76,7 @@ class CompileSpec:
     fp32_weight: bool = False
     bias: bool = True
     safe_gate: bool = True
-    config: tuple[int, int] | None = None
+    config: LaunchConfig | None = None
     pdl: bool | None = None
     track: bool = False
     rows: bool = False
@@ -87,14 +88,14 @@ class CompileSpec:
         parts += ["H{}-HV{}".format(*self.heads) if self.heads != (8, 8) else ""]
         parts += [self.dtype if self.dtype != "bf16" else "", "w32" if self.fp32_weight else ""]
         parts += ["" if self.bias else "nobias", "" if self.safe_gate else "standard"]
-        parts += ["" if self.config is None else "v{}w{}".format(*self.config)]
+        parts += [_config_name(self.config)]
         parts += ["track" if self.track else "", "rows" if self.rows else "", "nopdl" if self.pdl is False else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Kernels of `KERNELS` that this spec reports."""
-        own = tuple(label for (op, _), label in _LABELS.items() if op == self.op)
+        own = tuple(dict.fromkeys(label for (op, _), label in _LABELS.items() if op == self.op))
         # The conv kernel knows nothing of the record or the state tile: it is reported with the ring and the default.
         reports_conv = self.record == "ring" and self.config is None
         return tuple(label for label in own if label != "conv" or reports_conv)
@@ -114,11 +115,15 @@ def _shape(spec: CompileSpec) -> KdaShape:
     return KdaShape(*spec.heads, spec.head_dim, spec.head_dim)
 
 
-def _config(spec: CompileSpec) -> LaunchConfig | None:
-    if spec.config is not None:
-        return LaunchConfig(*spec.config, pdl=spec.pdl)
-    default = DEFAULT_FOLD_CONFIG if spec.op == "fold" else DEFAULT_VERIFY_CONFIG
-    return None if spec.pdl is None else replace(default, pdl=spec.pdl)
+def _config_name(config: LaunchConfig | None) -> str:
+    if config is None:
+        return ""
+    rows = "" if config.rows_per_thread is None else f"r{config.rows_per_thread}"
+    return f"v{config.block_v}w{config.num_warps}{rows}"
+
+
+def _config(spec: CompileSpec) -> LaunchConfig:
+    return replace(spec.config or PORTABLE, pdl=spec.pdl)
 
 
 def _call_verify(spec: CompileSpec) -> None:
@@ -220,21 +225,34 @@ _EVERYWHERE = [
     CompileSpec("scatter_snapshots"),
 ]
 
+_NVIDIA = [
+    *_verify_specs("ring", config=FEW_HEADS),
+    CompileSpec("verify_fused", "ring", config=MANY_HEADS),
+    CompileSpec("verify_fused", "snapshots", config=MANY_HEADS),
+]
+
 _SM90 = [
+    *_verify_specs("ring", config=SOME_HEADS),
+    *_verify_specs("snapshots", config=SOME_HEADS),
+    CompileSpec("verify_unfused", "ring", config=MANY_HEADS),
+    *_verify_specs("ring", draft_tokens=8, config=MANY_HEADS_LONG_DRAFT),
+    *_verify_specs("ring", draft_tokens=1, config=FEW_HEADS),
+    CompileSpec("verify_fused", "ring", config=FEW_HEADS, **_OTHER),
+    CompileSpec("verify_fused", "ring", config=FEW_HEADS, pdl=False),
     CompileSpec("verify_unfused", "ring", **_OTHER),
     *_verify_specs("snapshots", **_OTHER),
     *_verify_specs("ring", draft_tokens=1),
     *_verify_specs("snapshots", draft_tokens=1),
     *_verify_specs("ring", draft_tokens=8),
     *_verify_specs("ring", heads=(4, 8)),
-    *_verify_specs("ring", config=(8, 1)),
-    *_verify_specs("ring", config=(32, 8)),
+    *_verify_specs("ring", config=LaunchConfig(8, 1)),
+    *_verify_specs("ring", config=LaunchConfig(32, 8)),
     *_verify_specs("ring", pdl=False),
     CompileSpec("verify_fused", "snapshots", rows=True),
     CompileSpec("fold", head_dim=64, dtype="fp16"),
     CompileSpec("fold", draft_tokens=8, track=True),
-    CompileSpec("fold", config=(8, 1)),
-    CompileSpec("fold", config=(32, 8)),
+    CompileSpec("fold", config=LaunchConfig(8, 1)),
+    CompileSpec("fold", config=LaunchConfig(32, 8)),
     CompileSpec("fold", pdl=False),
     CompileSpec("scatter_conv", track=True),
     CompileSpec("scatter_conv", pdl=False),
@@ -242,7 +260,8 @@ _SM90 = [
 ]
 
 SPECS: dict[str, tuple[CompileSpec, ...]] = {
-    target: tuple(_EVERYWHERE + (_SM90 if target == "sm90" else [])) for target in TARGETS
+    name: tuple(_EVERYWHERE + (_NVIDIA if target.backend == "cuda" else []) + (_SM90 if name == "sm90" else []))
+    for name, target in TARGETS.items()
 }
 """Target -> what is compiled for it."""
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from kda_tooling.bench.report import best_ratio, cell_title, columns, peers_of
+from kda_tooling.bench.report import best_ratio, columns, peers_of
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import command_of
 
@@ -40,21 +40,20 @@ def _provenance(result: SweepResult, source: str) -> str:
     )
 
 
-def _table(result: SweepResult, title: str) -> list[str]:
+def _table(result: SweepResult, title: str, cells: list[Cell]) -> list[str]:
     lanes, peers = columns(result), peers_of(result)
     heads = [title, *(f"{owner} {lane}" for owner, lane in lanes), "byte floor"]
     heads += [f"best ours / best {peer}" for peer in peers]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
-    lines += [_row(cell, lanes, peers) for cell in result.cells if cell_title(cell) == title]
+    lines += [_row(cell, lanes, peers) for cell in cells]
     return lines
 
 
 def _row(cell: Cell, lanes: list[tuple[str, str]], peers: list[str]) -> str:
     best = [cell.best(owner, lane=lane) for owner, lane in lanes]
     least = min(arm.median_us for arm in best if arm)
-    floors = [arm.floor_us for arm in cell.arms if arm.mode == "ring"]
     texts = [f"B = {cell.batch}", *(_text(arm, arm is not None and arm.median_us == least) for arm in best)]
-    texts.append(f"{floors[0]:.2f}" if floors else "-")
+    texts.append("-" if cell.ring_floor_us is None else f"{cell.ring_floor_us:.2f}")
     for peer in peers:
         ratio = best_ratio(cell, peer)
         texts.append("-" if ratio is None else f"{ratio:.2f}")
@@ -69,8 +68,8 @@ def results_markdown(result: SweepResult, source: str) -> str:
         source: its JSON file, as the page names it.
     """
     lines = [_provenance(result, source), ""]
-    for title in dict.fromkeys(cell_title(cell) for cell in result.cells):
-        lines += [*_table(result, title), ""]
+    for title, cells in result.groups().items():
+        lines += [*_table(result, title, cells), ""]
     return "\n".join(lines)
 
 

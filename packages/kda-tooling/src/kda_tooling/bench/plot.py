@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kda_tooling.bench.arms import OURS
-from kda_tooling.bench.report import cell_title, columns
+from kda_tooling.bench.report import columns
 from kda_tooling.bench.results import Cell, SweepResult
 
 if TYPE_CHECKING:
@@ -64,11 +64,7 @@ def draw(results: Sequence[SweepResult]) -> Figure:
         raise ValueError(f"one picture shows one GPU, shape, dtype and L2 state; these results have {len(subjects)}")
     from matplotlib.figure import Figure
 
-    panels = [
-        (result, title, [cell for cell in result.cells if cell_title(cell) == title])
-        for result in results
-        for title in dict.fromkeys(cell_title(cell) for cell in result.cells)
-    ]
+    panels = [(result, title, cells) for result in results for title, cells in result.groups().items()]
     across = min(len(panels), 2)
     down = -(-len(panels) // across)
     figure = Figure(figsize=(6.2 * across + 0.6, 4.6 * down + 1.3), layout="constrained")
@@ -107,7 +103,7 @@ def _panel(axis: Any, result: SweepResult, cells: list[Cell], peers: list[str]) 
             linewidth=(1.6 if fused else 3.4) if ours else 1.4, color=LANE_COLOURS.get(lane, "#999999"), label=label,
             zorder=3 + 2 * ours + fused,
         )  # fmt: skip
-    floor = {c.batch: arm.floor_us for c in cells for arm in c.arms if arm.mode == "ring"}
+    floor = {c.batch: c.ring_floor_us for c in cells if c.ring_floor_us is not None}
     if floor:
         (lines["byte floor (ring)"],) = axis.plot(list(floor), list(floor.values()), color="black", linestyle=":")
     ticks = _spaced(sorted({cell.batch for cell in cells}))

@@ -8,12 +8,6 @@ from kda_tooling.bench.arms import OURS
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 
 
-def cell_title(cell: Cell) -> str:
-    """What the cell measured, in words."""
-    what = cell.kind if cell.kind == "verify" else f"{cell.kind}, accept {cell.accept}"
-    return f"{what}, T = {cell.draft_tokens}"
-
-
 def _text(arm: ArmResult | None) -> str:
     return "-" if arm is None else f"{arm.median_us:.2f} ±{arm.spread * 100:.1f}%  {arm.over_floor:.2f}x"
 
@@ -32,11 +26,8 @@ def tables(result: SweepResult, every_arm: bool = False) -> list[Table]:
 
     Each lane shows its fastest arm; ``every_arm`` lists all of them, one row per arm.
     """
-    groups: dict[str, list[Cell]] = {}
-    for cell in result.cells:
-        groups.setdefault(cell_title(cell), []).append(cell)
     found = []
-    for title, cells in groups.items():
+    for title, cells in result.groups().items():
         table = Table(title=f"{title}: us per layer ±spread, x byte floor", title_justify="left")
         if every_arm:
             table.add_column("arm")
@@ -77,8 +68,8 @@ def _lane_rows(table: Table, cells: list[Cell], result: SweepResult) -> None:
     for peer in peers:
         table.add_column(f"best ours / best {peer}", justify="right")
     for cell in cells:
-        floors = [arm.floor_us for arm in cell.arms if arm.mode == "ring"]
-        row = [str(cell.batch), f"{cell.layers}{'' if cell.cold else ' hot'}", f"{floors[0]:.2f}" if floors else "-"]
+        floor = cell.ring_floor_us
+        row = [str(cell.batch), f"{cell.layers}{'' if cell.cold else ' hot'}", "-" if floor is None else f"{floor:.2f}"]
         row += [_text(cell.best(owner, lane=lane)) for owner, lane in lanes]
         for peer in peers:
             ratio = best_ratio(cell, peer)

@@ -8,17 +8,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from kda_kernels import KdaShape
 from kda_tooling.bench.machine import Machine
+from kda_tooling.bench.settings import KINDS, SweepSettings
 
 SCHEMA = 1
-KINDS = ("verify", "round", "commit")
-SETTINGS = frozenset({
-    "lanes", "batch_sizes", "draft_tokens", "shape", "dtype", "lower_bound", "bias", "kind", "accept", "sweep_configs",
-    "hot", "passes", "peers", "seed",
-})  # fmt: skip
-"""Fields of `kda_tooling.bench.settings.SweepSettings`, all of which a result states."""
+SETTINGS = frozenset(field.name for field in fields(SweepSettings))
+"""What a result states of the settings: all of them."""
 
-SHAPE = frozenset({"num_heads", "num_v_heads", "head_k_dim", "head_v_dim"})
+SHAPE = frozenset(field.name for field in fields(KdaShape))
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,17 @@ class Cell:
     arms: list[ArmResult]
     skipped: dict[str, str]
 
+    @property
+    def title(self) -> str:
+        """What the cell measured, in words."""
+        what = self.kind if self.kind == "verify" else f"{self.kind}, accept {self.accept}"
+        return f"{what}, T = {self.draft_tokens}"
+
+    @property
+    def ring_floor_us(self) -> float | None:
+        """The byte floor of ring lanes, or None where none was measured."""
+        return next((arm.floor_us for arm in self.arms if arm.mode == "ring"), None)
+
     def best(self, owner: str, mode: str | None = None, lane: str | None = None) -> ArmResult | None:
         """The fastest arm of ``owner`` (in ``mode`` or ``lane``), or None."""
         found = [
@@ -89,6 +98,13 @@ class SweepResult:
     settings: dict[str, Any]
     peers: dict[str, str]
     cells: list[Cell]
+
+    def groups(self) -> dict[str, list[Cell]]:
+        """Title -> the cells that share it: one table or panel each, in the order of measurement."""
+        found: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault(cell.title, []).append(cell)
+        return found
 
     def to_json(self) -> str:
         """The result as JSON text, one line per arm, so that a diff of two runs can be read."""

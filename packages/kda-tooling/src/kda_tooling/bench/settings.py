@@ -12,8 +12,8 @@ import torch
 
 from kda_backend import LANES
 from kda_kernels import KdaShape
-from kda_tooling.bench.results import KINDS
 
+KINDS = ("verify", "round", "commit")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_BATCH = 4096
 MAX_DRAFT_TOKENS = 64
