@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kda_kernels.interpreter import is_interpreted
-from kda_kernels.shapes import LaunchConfig
 
 
 def _run(kernel: Any, grid: tuple[int], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -21,8 +20,6 @@ LAUNCHER: Callable[[Any, tuple[int], tuple[Any, ...], dict[str, Any]], None] = _
 
 TARGET_OVERRIDE: tuple[str, int] | None = None
 """(backend, arch) to launch for instead of the current device, e.g. ("cuda", 100); set while compiling ahead."""
-
-INTERPRETER_CONFIG = LaunchConfig(block_v=128)
 
 
 @functools.cache
@@ -63,16 +60,9 @@ def pdl_reason(pdl: bool | None, device: torch.device) -> str | None:
     return None
 
 
-def resolve_config(given: LaunchConfig | None, default: LaunchConfig, device: torch.device) -> LaunchConfig:
-    """``given`` or ``default``; in the interpreter, whose cost is per program and not per element, whole heads."""
-    if given is not None:
-        return given
-    return INTERPRETER_CONFIG if current_target(device)[0] == "interpreter" else default
-
-
 def launch(
     kernel: Any, grid: int, args: tuple[Any, ...], *, device: torch.device, num_warps: int, pdl: bool | None,
-    **constexprs: Any,
+    max_registers: int | None = None, **constexprs: Any,
 ) -> None:  # fmt: skip
     """Launch ``kernel`` on a 1-D grid of ``grid`` programs; nothing for an empty grid.
 
@@ -86,6 +76,8 @@ def launch(
     options: dict[str, Any] = dict(constexprs, PDL=use_pdl, num_warps=num_warps, enable_fp_fusion=False)
     if use_pdl:
         options["launch_pdl"] = True
+    if max_registers is not None and backend == "cuda":
+        options["maxnreg"] = max_registers
     if TARGET_OVERRIDE is None and device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         with torch.cuda.device(device):
             LAUNCHER(kernel, (grid,), args, options)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kda_kernels._launch import device_reason, pdl_reason
+from kda_kernels._launch import current_target, device_reason, pdl_reason
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
 from kda_kernels.errors import ErrorKind
 from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, KdaShape, LaunchConfig
@@ -92,10 +92,6 @@ def _index_reason(
     return None
 
 
-def _first(*reasons: str | None) -> str | None:
-    return next((r for r in reasons if r), None)
-
-
 def ring_reason(
     ring: Ring, shape: KdaShape, dtype: torch.dtype, device: torch.device, lead: tuple[int, ...]
 ) -> str | None:
@@ -108,27 +104,30 @@ def ring_reason(
     h, hv, k, v, length = shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, ring.length
     if length < 1:
         return f"ring.beta must have at least 1 record per slot, got shape {list(ring.beta.shape)}"
-    return _first(
-        _tensor_reason("ring.raw_v", ring.raw_v, (*lead, hv, length, v), (dtype,), device, packed=3),
-        _tensor_reason("ring.raw_k", ring.raw_k, (*lead, h, length, k), (dtype,), device, packed=3),
-        _tensor_reason("ring.g", ring.g, (*lead, hv, length, k), (torch.float32,), device, packed=3),
-        _tensor_reason("ring.beta", ring.beta, (*lead, hv, length), (torch.float32,), device, packed=2),
+    return (
+        _tensor_reason("ring.raw_v", ring.raw_v, (*lead, hv, length, v), (dtype,), device, packed=3)
+        or _tensor_reason("ring.raw_k", ring.raw_k, (*lead, h, length, k), (dtype,), device, packed=3)
+        or _tensor_reason("ring.g", ring.g, (*lead, hv, length, k), (torch.float32,), device, packed=3)
+        or _tensor_reason("ring.beta", ring.beta, (*lead, hv, length), (torch.float32,), device, packed=2)
     )
 
 
 def _ring_pitch_reason(ring: Ring) -> str | None:
     """Verify writes the ring: its slots must not overlap. (Fold only reads it.)"""
-    return _first(*(_pitch_reason(f"ring.{name}", getattr(ring, name), 1) for name in ("raw_v", "raw_k", "g", "beta")))
+    for name in ("raw_v", "raw_k", "g", "beta"):
+        if reason := _pitch_reason(f"ring.{name}", getattr(ring, name), 1):
+            return reason
+    return None
 
 
 def _params_reason(params: LayerParams, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> str | None:
     _typed("params", params, LayerParams)
     weight_dtypes = (dtype, torch.float32)
     d, hv, k = shape.conv_dim, shape.num_v_heads, shape.head_k_dim
-    reason = _first(
-        _tensor_reason("params.conv_weight", params.conv_weight, (d, CONV_WIDTH), weight_dtypes, device, packed=2),
-        _tensor_reason("params.A_log", params.A_log, (hv,), (torch.float32,), device, packed=1),
-        _tensor_reason("params.dt_bias", params.dt_bias, (hv * k,), (torch.float32,), device, packed=1),
+    reason = (
+        _tensor_reason("params.conv_weight", params.conv_weight, (d, CONV_WIDTH), weight_dtypes, device, packed=2)
+        or _tensor_reason("params.A_log", params.A_log, (hv,), (torch.float32,), device, packed=1)
+        or _tensor_reason("params.dt_bias", params.dt_bias, (hv * k,), (torch.float32,), device, packed=1)
     )
     if reason is None and params.conv_bias is not None:
         reason = _tensor_reason(
@@ -192,17 +191,17 @@ def verify_reason(
     batch, hv, k, v = slots.shape[0], shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
     tokens, d = batch * draft_tokens, shape.conv_dim
     activation = (dtype,)
-    reason = _first(
-        device_reason(device) if needs_kernels else None,
-        _tensor_reason("mixed_qkv", mixed_qkv, (tokens, d), ACTIVATION_DTYPES, device, packed=1),
-        _tensor_reason("a", a, (tokens, hv * k), activation, device, packed=1),
-        _tensor_reason("b", b, (tokens, hv), activation, device, packed=1),
-        _params_reason(params, shape, dtype, device),
-        _tensor_reason("state.conv_state", state.conv_state, (None, CONV_WIDTH - 1, d), activation, device, packed=2),
-        _tensor_reason("state.ssm_state", state.ssm_state, (None, hv, v, k), (torch.float32,), device, packed=3),
-        _tensor_reason(
+    reason = (
+        (device_reason(device) if needs_kernels else None)
+        or _tensor_reason("mixed_qkv", mixed_qkv, (tokens, d), ACTIVATION_DTYPES, device, packed=1)
+        or _tensor_reason("a", a, (tokens, hv * k), activation, device, packed=1)
+        or _tensor_reason("b", b, (tokens, hv), activation, device, packed=1)
+        or _params_reason(params, shape, dtype, device)
+        or _tensor_reason("state.conv_state", state.conv_state, (None, CONV_WIDTH - 1, d), activation, device, packed=2)
+        or _tensor_reason("state.ssm_state", state.ssm_state, (None, hv, v, k), (torch.float32,), device, packed=3)
+        or _tensor_reason(
             "state.conv_window", state.conv_window, (None, None, CONV_WIDTH - 1, d), activation, device, packed=3
-        ),
+        )
     )
     if reason:
         return reason
@@ -230,16 +229,28 @@ def verify_reason(
         if overlap := _pitch_reason(name, buffer, 1):
             return overlap
     num_rows = min(buffer.shape[0] for _, buffer in row_buffers)
-    return _first(
-        _index_reason("slots", slots, batch, device, -1, num_slots - 1),
-        None if rows is None else _index_reason("rows", rows, batch, device, 0, num_rows - 1),
-        _errors_reason(errors, device),
-        None if out is None else _tensor_reason("out", out, (tokens, hv, v), activation, device, packed=3),
-        None
-        if workspace is None
-        else _tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2),
-        pdl_reason(config.pdl, device) if config is not None and needs_kernels else None,
+    return (
+        _index_reason("slots", slots, batch, device, -1, num_slots - 1)
+        or (None if rows is None else _index_reason("rows", rows, batch, device, 0, num_rows - 1))
+        or _errors_reason(errors, device)
+        or (None if out is None else _tensor_reason("out", out, (tokens, hv, v), activation, device, packed=3))
+        or (
+            None
+            if workspace is None
+            else _tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2)
+        )
+        or (_config_reason(config, device) if config is not None and needs_kernels else None)
     )
+
+
+def _config_reason(config: LaunchConfig, device: torch.device) -> str | None:
+    backend, _ = current_target(device)
+    if config.rows_per_thread is not None and backend != "cuda":
+        return (
+            f"config.rows_per_thread={config.rows_per_thread} names the kernel for NVIDIA GPUs, this is {backend}: "
+            "use rows_per_thread=None"
+        )
+    return pdl_reason(config.pdl, device)
 
 
 def _commit_index_reason(
@@ -253,17 +264,16 @@ def _commit_index_reason(
     if slots.ndim != 1:
         return f"slots must have shape [B], got {list(slots.shape)}"
     batch = slots.shape[0]
-    reason = _first(
-        _index_reason("slots", slots, batch, device, -1, num_slots - 1),
-        _index_reason("accept_lens", accept_lens, batch, device, 0, limit),
+    reason = _index_reason("slots", slots, batch, device, -1, num_slots - 1) or _index_reason(
+        "accept_lens", accept_lens, batch, device, 0, limit
     )
     if reason is None and (track_slots is None) != (track_steps is None):
         reason = "track_slots and track_steps must be given together, got only one of them"
     if reason is None and track_slots is not None and track_steps is not None:
-        reason = _first(
-            _index_reason("track_slots", track_slots, batch, device, -1, num_slots - 1),
+        reason = (
+            _index_reason("track_slots", track_slots, batch, device, -1, num_slots - 1)
             # Any step is allowed: one that is not in the accepted prefix is not written.
-            _tensor_reason("track_steps", track_steps, (batch,), (torch.int32, torch.int64), device, packed=1),
+            or _tensor_reason("track_steps", track_steps, (batch,), (torch.int32, torch.int64), device, packed=1)
         )
     return reason
 
@@ -290,28 +300,34 @@ def fold_reason(
     if config is not None:
         _typed("config", config, LaunchConfig)
     device = ssm_state.device
-    reason = _first(
-        device_reason(device) if needs_kernels else None,
-        _tensor_reason(
-            "ssm_state", ssm_state, (None, None, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
-            (torch.float32,), device, packed=3,
-        ),
-    )  # fmt: skip
+    reason = (device_reason(device) if needs_kernels else None) or _tensor_reason(
+        "ssm_state",
+        ssm_state,
+        (None, None, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
+        (torch.float32,),
+        device,
+        packed=3,
+    )
     if reason := reason or _pitch_reason("ssm_state", ssm_state, 2):
         return reason
     raw_dtype = ring.raw_v.dtype if isinstance(ring.raw_v, torch.Tensor) else torch.bfloat16
     if raw_dtype not in ACTIVATION_DTYPES:
         return f"ring.raw_v must be bfloat16 or float16, got {str(raw_dtype).removeprefix('torch.')}"
-    return _first(
-        ring_reason(ring, shape, raw_dtype, device, tuple(ssm_state.shape[:2])),
-        _commit_index_reason(
-            slots, accept_lens, draft_tokens, ssm_state.shape[1],
-            min(draft_tokens, ring.length) if isinstance(ring.beta, torch.Tensor) else 0,
-            device, track_slots, track_steps,
-        ),
-        _errors_reason(errors, device),
-        pdl_reason(config.pdl, device) if config is not None and needs_kernels else None,
-    )  # fmt: skip
+    return (
+        ring_reason(ring, shape, raw_dtype, device, tuple(ssm_state.shape[:2]))
+        or _commit_index_reason(
+            slots,
+            accept_lens,
+            draft_tokens,
+            ssm_state.shape[1],
+            min(draft_tokens, ring.length),
+            device,
+            track_slots,
+            track_steps,
+        )
+        or _errors_reason(errors, device)
+        or (pdl_reason(config.pdl, device) if config is not None and needs_kernels else None)
+    )
 
 
 def scatter_reason(
@@ -339,10 +355,12 @@ def scatter_reason(
     device, entry = dst.device, tuple(dst.shape[2:])
     if dst.ndim < 3:
         return f"{names[0]} must have shape [layers, slots, ...], got {list(dst.shape)}"
-    reason = _first(
-        device_reason(device) if needs_kernels else None,
-        _tensor_reason(names[0], dst, (None, None, *entry), (dst.dtype,), device, packed=len(entry)),
-        _tensor_reason(names[1], src, (dst.shape[0], None, None, *entry), (dst.dtype,), device, packed=len(entry) + 1),
+    reason = (
+        (device_reason(device) if needs_kernels else None)
+        or _tensor_reason(names[0], dst, (None, None, *entry), (dst.dtype,), device, packed=len(entry))
+        or _tensor_reason(
+            names[1], src, (dst.shape[0], None, None, *entry), (dst.dtype,), device, packed=len(entry) + 1
+        )
     )
     if reason := reason or _pitch_reason(names[0], dst, 2):
         return reason
@@ -355,8 +373,8 @@ def scatter_reason(
         return f"{names[1]} must hold at least draft_tokens={draft_tokens} steps, got shape {list(src.shape)}"
     if rows is None and src.shape[1] < slots.shape[0]:
         return f"{names[1]} must have a row for each of the {slots.shape[0]} batch positions, got {src.shape[1]} rows"
-    return _first(
-        None if rows is None else _index_reason("rows", rows, slots.shape[0], device, 0, src.shape[1] - 1),
-        _errors_reason(errors, device),
-        pdl_reason(pdl, device) if needs_kernels else None,
+    return (
+        (None if rows is None else _index_reason("rows", rows, slots.shape[0], device, 0, src.shape[1] - 1))
+        or _errors_reason(errors, device)
+        or (pdl_reason(pdl, device) if needs_kernels else None)
     )

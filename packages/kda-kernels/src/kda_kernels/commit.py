@@ -7,12 +7,12 @@ import math
 import torch
 
 from kda_kernels import checks
-from kda_kernels._launch import launch, resolve_config
+from kda_kernels._launch import launch
 from kda_kernels._triton.commit import fold_kernel, scatter_kernel
 from kda_kernels.buffers import Ring, Snapshots
+from kda_kernels.defaults import default_fold_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
-DEFAULT_FOLD_CONFIG = LaunchConfig(block_v=16, num_warps=1)
 SCATTER_BLOCK = 1024
 SCATTER_NUM_WARPS = 4
 
@@ -59,7 +59,7 @@ def fold(
     )  # fmt: skip
     if reason is not None:
         raise ValueError(reason)
-    config = resolve_config(config, DEFAULT_FOLD_CONFIG, ssm_state.device)
+    config = config or default_fold_config(ssm_state.device)
     block_v = min(config.block_v, shape.head_v_dim)
     tensors = (ssm_state, ring.raw_v, ring.raw_k, ring.g, ring.beta)
     batch = slots.shape[0]

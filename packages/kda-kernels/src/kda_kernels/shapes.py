@@ -12,6 +12,7 @@ CONV_WIDTH = 4
 SUPPORTED_HEAD_DIMS = (64, 128)
 SUPPORTED_BLOCK_V = (8, 16, 32, 64, 128)
 SUPPORTED_NUM_WARPS = (1, 2, 4, 8)
+SUPPORTED_ROWS_PER_THREAD = (1, 2, 4)
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -29,7 +30,7 @@ class KdaShape:
     Args:
         num_heads: H, query/key heads.
         num_v_heads: HV, value heads; a multiple of H. Value head j reads query/key head ``j // (HV // H)``.
-        head_k_dim: K, 64 or 128. The canonical reduction tree over K is defined for these (see `kda_kernels`' README).
+        head_k_dim: K, 64 or 128. The canonical reduction tree over K is defined for these (docs/arithmetic.md).
         head_v_dim: V, 64 or 128.
 
     Raises:
@@ -90,16 +91,25 @@ class KdaShape:
 class LaunchConfig:
     """How a kernel is launched. No field changes a result bit: every value that can be named here is safe.
 
+    The default is the portable kernels': one warp of 16 rows, measured best or near it from B = 1 to 64, because with
+    more warps the l2-norms need barriers (docs/measured-facts.md).
+
     Args:
         block_v: rows of V (of the [V, K] state) per program; capped at V.
         num_warps: warps per program.
         pdl: programmatic dependent launch. None: on where the device has it (sm90 and later); False: off;
             True: required, and refused with a reason on a device without it.
+        rows_per_thread: None: the portable Triton kernel. 1, 2 or 4: verify's Gluon kernel (NVIDIA, compiled), whose
+            state tile has 8 lanes along K and this many consecutive rows per thread; ``block_v`` must then be a
+            multiple of ``4 * num_warps * rows_per_thread``. Fold and scatters ignore it.
+        max_registers: registers per thread that the compiler may use (spilling beyond); None: its own choice.
     """
 
     block_v: int = 16
-    num_warps: int = 4
+    num_warps: int = 1
     pdl: bool | None = None
+    rows_per_thread: int | None = None
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("block_v", self.block_v, 1)
@@ -108,5 +118,17 @@ class LaunchConfig:
             raise ValueError(f"block_v must be one of {SUPPORTED_BLOCK_V}, got {self.block_v}")
         if self.num_warps not in SUPPORTED_NUM_WARPS:
             raise ValueError(f"num_warps must be one of {SUPPORTED_NUM_WARPS}, got {self.num_warps}")
+        if self.rows_per_thread is not None:
+            if self.rows_per_thread not in SUPPORTED_ROWS_PER_THREAD:
+                raise ValueError(
+                    f"rows_per_thread must be None or one of {SUPPORTED_ROWS_PER_THREAD}, got {self.rows_per_thread}"
+                )
+            tile = 4 * self.num_warps * self.rows_per_thread
+            if self.block_v % tile:
+                raise ValueError(
+                    f"block_v must be a multiple of 4 * num_warps * rows_per_thread = {tile}, got {self.block_v}"
+                )
+        if self.max_registers is not None and not 32 <= self.max_registers <= 255:
+            raise ValueError(f"max_registers must be None or within 32..255, got {self.max_registers}")
         if self.pdl not in (None, True, False):
             raise TypeError(f"pdl must be True, False or None, got {self.pdl!r}")

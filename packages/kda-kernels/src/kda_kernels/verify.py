@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kda_kernels import checks
-from kda_kernels._launch import contracts_conv, launch, resolve_config
+from kda_kernels._gluon.verify import verify_gluon_kernel
+from kda_kernels._launch import contracts_conv, launch
 from kda_kernels._triton.verify import conv_kernel, verify_kernel
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.defaults import default_verify_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
-DEFAULT_VERIFY_CONFIG = LaunchConfig(block_v=16, num_warps=1)
 CONV_BLOCK_CHANNELS = 128
 CONV_NUM_WARPS = 4
 
@@ -169,12 +172,16 @@ def _launch_verify(
     out: torch.Tensor,
     fused: bool,
 ) -> None:
-    config = resolve_config(config, DEFAULT_VERIFY_CONFIG, x.device)
+    config = config or default_verify_config(shape, slots.shape[0], draft_tokens, x.device)
     block_v = min(config.block_v, shape.head_v_dim)
     ring = record if isinstance(record, Ring) else None
     snapshots = None if isinstance(record, Ring) else record.states
+    kernel: Any = verify_kernel
+    layout: dict[str, int] = {}
+    if config.rows_per_thread is not None:
+        kernel, layout = verify_gluon_kernel, {"ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps}
     launch(
-        verify_kernel,
+        kernel,
         slots.shape[0] * shape.num_v_heads * (shape.head_v_dim // block_v),
         (
             x, x.stride(0),
@@ -189,12 +196,12 @@ def _launch_verify(
             out, slots, rows, errors,
             state.ssm_state.shape[0], _num_rows(state, record), params.scale_for(shape),
         ),
-        device=x.device, num_warps=config.num_warps, pdl=config.pdl,
+        device=x.device, num_warps=config.num_warps, pdl=config.pdl, max_registers=config.max_registers,
         T=draft_tokens, L=ring.length if ring else 0,
         H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim, BLOCK_V=block_v,
         FUSED=fused, RING=ring is not None, HAS_BIAS=fused and params.conv_bias is not None,
         SAFE_GATE=params.lower_bound is not None, CONTRACT=contracts_conv(x.device),
-        HAS_ROWS=rows is not None, COUNT=errors is not None,
+        HAS_ROWS=rows is not None, COUNT=errors is not None, **layout,
     )  # fmt: skip
 
 

@@ -271,7 +271,7 @@ class Selection:
     """What to compile: targets, kernels and configuration names; an empty tuple means all of them.
 
     Raises:
-        ValueError: a name is not known.
+        ValueError: a name is not known; the message names the option.
     """
 
     targets: tuple[str, ...] = ()
@@ -284,7 +284,7 @@ class Selection:
         for (kind, names), given in zip(known.items(), (self.targets, self.kernels, self.configs), strict=True):
             for one in given:
                 if one not in names:
-                    raise ValueError(f"{kind} must be one of {', '.join(names)}; got {one!r}")
+                    raise ValueError(f"--{kind} must be one of {', '.join(names)}; got {one!r}")
 
     @property
     def everything(self) -> bool:

@@ -15,6 +15,15 @@ The helpers hold no pointers and no layouts; Gluon kernels can call them too.
 
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
+
+
+@triton.jit
+def in_layout(x, LAYOUT: tl.constexpr):
+    """``x`` in a Gluon layout; as it is where ``LAYOUT`` is None (plain Triton, which has none to name)."""
+    if LAYOUT is not None:
+        x = gl.convert_layout(x, LAYOUT)
+    return x
 
 
 @triton.jit
@@ -53,6 +62,7 @@ def _quads(x):
 def dot_k(x, y):
     """Sum over K of x * y in the canonical tree. x: [R, K] fp32; y: [R, K] or [1, K] fp32 -> [R] fp32."""
     K: tl.constexpr = x.shape[1]
+    x, y = tl.broadcast(x, y)
     x0, x1, x2, x3 = _quads(x)
     y0, y1, y2, y3 = _quads(y)
     p = x0 * y0
@@ -131,11 +141,11 @@ def l2_normalise(x):
 
 
 @triton.jit
-def delta_step(S, k, v, g, beta):
-    """One step of the gated delta rule. S: [BV, K] fp32 rows of the [V, K] state; k (normalised), g: [1, K]; v: [BV].
+def delta_step(S, k, v, decay, beta, ROWS: tl.constexpr = None):
+    """One step of the gated delta rule. S: [BV, K] fp32 rows of the state; k (normalised), decay: [1, K]; v: [BV].
 
-    ``S *= exp(g); u = beta * (v - S k); S += u k^T``.
+    ``S *= decay; u = beta * (v - S k); S += u k^T`` with decay = exp(g). ``ROWS`` is v's layout in a Gluon kernel.
     """
-    S = S * tl.exp(g)
-    u = (v - dot_k(S, k)) * beta
+    S = S * decay
+    u = (v - in_layout(dot_k(S, k), ROWS)) * beta
     return tl.fma(u[:, None], k, S)

@@ -53,7 +53,7 @@ def fold_kernel(
     for t in range(0, accept):
         k = l2_normalise(tl.load(p_k + t * K).to(tl.float32))
         v = tl.load(p_v + t * V).to(tl.float32)
-        S = delta_step(S, k, v, tl.load(p_g + t * K), tl.load(p_beta + t))
+        S = delta_step(S, k, v, tl.exp(tl.load(p_g + t * K)), tl.load(p_beta + t))
         if HAS_TRACK:
             if track & (t == track_step):
                 tl.store(p_layer + track_slot * ssm_pitch, S)

@@ -176,7 +176,7 @@ def verify_kernel(
 
         k = l2_normalise(k_raw.to(tl.float32))
         q = l2_normalise(q_raw.to(tl.float32)) * scale
-        S = delta_step(S, k, tl.reshape(v_raw, (BLOCK_V,)).to(tl.float32), g, beta)
+        S = delta_step(S, k, tl.reshape(v_raw, (BLOCK_V,)).to(tl.float32), tl.exp(g), beta)
         tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))
         if not RING:
             tl.store(snapshots + row * snapshots_pitch + t * HV * V * K + head, S)
