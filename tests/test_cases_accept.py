@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,25 +20,17 @@ from kda_kernels import (
     scatter_conv_reference,
     scatter_snapshots,
     scatter_snapshots_reference,
-    verify_fused,
-    verify_reference,
     verify_unfused,
 )
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem, make_problem
+from tests.support.commits import expected_states, fold_problem, verified, with_layers
 from tests.support.grids import GPU_CASES, params
 from tests.support.marks import interpreter_only
 from tests.support.memory import record_accesses
+from tests.support.ops import RING, WITH_REFERENCE, Verify
 from tests.support.streams import Decoder, Streams, plain_decode
-from tests.test_fold import expected_states, fold_problem, verified, with_layers
 
-Verify = Callable[..., torch.Tensor]
-LANE_OPS = [
-    pytest.param(verify_fused, id="fused"),
-    pytest.param(verify_unfused, id="unfused"),
-    pytest.param(verify_reference, id="reference"),
-]
-RING = ("raw_v", "raw_k", "g", "beta")
 THREE = Case(B=3, T=2, H=1, HV=2, K=64, spare_slots=3)
 
 
@@ -85,7 +76,7 @@ def test_A1_accept_zero_leaves_everything_of_that_slot(case: Case, device: str) 
         assert_same_bits(outcome.whole("conv_state"), expected_windows(problem, lengths), f"conv state by {how}")
 
 
-@pytest.mark.parametrize("op", LANE_OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize(
     "case",
     params(
@@ -172,9 +163,6 @@ def test_A2_accept_beyond_the_ring_is_refused_and_never_read(device: str) -> Non
 def test_A2_fold_reads_only_the_accepted_records_of_its_slot() -> None:
     problem = verified(THREE, "cpu")
     lengths = [1, 100, 2]
-    with host_checks(False), record_accesses() as accesses:
-        fold_problem(problem, torch.tensor(lengths))
-    # fold_problem forks the problem: only what it shares is at known addresses
     own = problem.fork()
     with host_checks(False), record_accesses() as accesses:
         fold(

@@ -15,13 +15,13 @@ import torch
 import kda_kernels
 from kda_kernels import LaunchConfig, fold, scatter_conv, verify_fused, verify_unfused
 from tests.support.cases import Case, make_problem
-from tests.test_fold import fold_problem
+from tests.support.commits import fold_problem, with_layers
 
 NO_INTERPRETER = """
 import torch
 from kda_kernels import verify_fused, verify_reason, verify_reference, verify_unfused, fold, fold_reference
 from tests.support.cases import Case, make_problem
-from tests.test_fold import fold_problem
+from tests.support.commits import fold_problem
 problem = make_problem(Case(B=1, T=1, H=1, HV=1, K=64), "cpu")
 reasons = []
 for op in (verify_fused, verify_unfused):
@@ -119,7 +119,7 @@ def test_D3_one_variant_for_every_batch_size(mode: str, device: str) -> None:
             )  # fmt: skip
         accept = torch.ones(batch, dtype=torch.int32, device=device)
         own = problem.fork()
-        ring = type(own.ring)(*(x[None] for x in (own.ring.raw_v, own.ring.raw_k, own.ring.g, own.ring.beta)))
+        ring = with_layers(own.ring)
         common: dict[str, Any] = dict(slots=problem.slots[:batch], accept_lens=accept, draft_tokens=case.T)
         fold(own["ssm_state"][None], ring, shape=own.shape, **common)
         scatter_conv(own["conv_state"][None], own["conv_window"][None], **common)

@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kda_kernels import KdaShape, verify_fused, verify_reference, verify_unfused
+from kda_kernels import KdaShape
 from tests.support import oracle
 from tests.support.bits import assert_close
 from tests.support.bounds import verify_bounds
 from tests.support.cases import Case, Problem, make_problem, oracle_layer, to_numpy
+from tests.support.commits import fold_problem
 from tests.support.grids import params
-from tests.test_fold import fold_problem
+from tests.support.ops import RING, WITH_REFERENCE, Verify
 
-Verify = Callable[..., torch.Tensor]
-OPS = [
-    pytest.param(verify_fused, id="fused"),
-    pytest.param(verify_unfused, id="unfused"),
-    pytest.param(verify_reference, id="reference"),
-]
 SMALL, LARGE = Case(B=1, T=2, H=1, HV=2, K=64), Case(B=2, T=3, H=4, HV=8, K=128)
 
 
@@ -31,7 +26,7 @@ def record(problem: Problem, name: str) -> torch.Tensor:
     return problem[name][int(problem.slots[0]), :, : problem.case.T].transpose(0, 1)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize("case", params([SMALL], [LARGE]))
 def test_G1_both_gates_from_raw_inputs(case: Case, op: Verify, device: str) -> None:
     """From raw a, b, A_log and dt_bias on both sides; None and -5 and -2 differ, and each equals the oracle."""
@@ -62,7 +57,7 @@ GATE_INPUTS = (19.9, 20.0, 20.1, 88.0, 100.0, 1e4, -100.0, -10.0, -20.0, 0.0)
 
 
 @OVERFLOWS
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize("case", params([SMALL], [LARGE]))
 def test_G2_softplus_threshold(case: Case, op: Verify, device: str) -> None:
     """g = -log(1 + exp(x)), x itself above 20, at A_log = 0, within 4 fp32 ulps of 1 absolute and 4 ulps relative.
@@ -89,7 +84,7 @@ def test_G2_softplus_threshold(case: Case, op: Verify, device: str) -> None:
 
 
 @OVERFLOWS
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize("case", params([SMALL], [LARGE]))
 def test_G2_safe_gate_at_extremes(case: Case, op: Verify, device: str) -> None:
     """Saturates at lower_bound and at 0 without overflow."""
@@ -112,7 +107,7 @@ def test_G3_other_head_sizes_are_refused_with_the_reason(K: int, V: int, name: s
         KdaShape(1, 1, K, V)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 def test_G3_nan_right_behind_every_input_is_not_read(op: Verify, device: str) -> None:
     """Rows of a and parameters end at a NaN; ring rows at the builder's canaries."""
     problem = make_problem(SMALL, device)
@@ -134,11 +129,11 @@ def test_G3_nan_right_behind_every_input_is_not_read(op: Verify, device: str) ->
         params=replace(p, A_log=ended(p.A_log), dt_bias=ended(p.dt_bias)),
     )  # fmt: skip
     outcome = poisoned.run(op)
-    for name in ("out", "conv_window", "raw_v", "raw_k", "g", "beta"):
+    for name in ("out", "conv_window", *RING):
         assert torch.equal(outcome.whole(name).nan_to_num(), plain.whole(name).nan_to_num()), name
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 def test_G4_unknown_keyword(op: Callable[..., object], device: str) -> None:
     """A gate switch that nobody reads would silently be the other gate."""
     problem = make_problem(SMALL, device)
@@ -148,7 +143,7 @@ def test_G4_unknown_keyword(op: Callable[..., object], device: str) -> None:
         fold_problem(problem, torch.ones(1, device=device), accept_length=1)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize("b", [8.0, -8.0, 0.0])
 @pytest.mark.parametrize("case", params([SMALL], [LARGE]))
 def test_G4_beta_is_sigmoided_exactly_once(case: Case, b: float, op: Verify, device: str) -> None:

@@ -22,13 +22,10 @@ from kda_kernels import (
 )
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem, make_problem
+from tests.support.commits import expected_states, fold_problem, verified, with_layers
 from tests.support.grids import params
-from tests.test_fold import expected_states, fold_problem, verified, with_layers
+from tests.support.ops import KERNELS, RING, WITH_REFERENCE, Verify
 
-Verify = Callable[..., torch.Tensor]
-LANES = [pytest.param(verify_fused, id="fused"), pytest.param(verify_unfused, id="unfused")]
-WITH_REFERENCE = [*LANES, pytest.param(verify_reference, id="reference")]
-RING = ("raw_v", "raw_k", "g", "beta")
 SMALL, LARGE = Case(B=2, T=2, H=1, HV=2, K=64), Case(B=4, T=3, H=4, HV=8, K=128)
 
 
@@ -133,7 +130,7 @@ def test_L3_gate_parameters_of_another_length(op: Verify, device: str) -> None:
     refused(problem, "lower_bound", op, params=replace(p, lower_bound="-5"))
 
 
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("mode", ["ring", "snapshots"])
 @pytest.mark.parametrize("pitch", [1, 3, 8, 16, pytest.param(1, id="1-K128", marks=pytest.mark.gpu)])
 def test_L4_odd_slot_pitch(pitch: int, mode: str, op: Verify, device: str, request: pytest.FixtureRequest) -> None:

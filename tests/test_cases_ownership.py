@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from kda_kernels import LayerState, Snapshots, fold, verify_fused, verify_reference, verify_unfused
+from kda_kernels import LayerState, Snapshots, fold, verify_unfused
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem, make_problem
+from tests.support.commits import fold_problem, with_layers
 from tests.support.grids import params
 from tests.support.marks import interpreter_only
 from tests.support.memory import record_accesses, reversed_programs
-from tests.test_fold import fold_problem
+from tests.support.ops import KERNELS, RING, WITH_REFERENCE, Verify
 
-Verify = Callable[..., torch.Tensor]
-LANES = [pytest.param(verify_fused, id="fused"), pytest.param(verify_unfused, id="unfused")]
-WITH_REFERENCE = [*LANES, pytest.param(verify_reference, id="reference")]
-RING = ("raw_v", "raw_k", "g", "beta")
 ALL = ("out", "conv_window", "snapshots", "conv_state", "ssm_state", *RING)
 
 GQA = Case(B=2, T=2, H=1, HV=4, K=64, padded=(1,))
@@ -34,7 +30,7 @@ def assert_same(actual: Problem, expected: Problem) -> None:
 
 @interpreter_only
 @pytest.mark.parametrize("record", ["ring", "snapshots"])
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 def test_O1_every_element_has_one_writer(op: Verify, record: str) -> None:
     """Heads that share a q/k head, and tiles that share a head, must agree on who writes; nobody writes state."""
     from kda_kernels import LaunchConfig
@@ -72,7 +68,7 @@ def test_O1_fold_has_one_writer() -> None:
 
 
 @interpreter_only
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 def test_O1_bits_do_not_depend_on_the_order_of_programs(op: Verify) -> None:
     """A program that read what another one writes would see it in one order only."""
     problem = make_problem(GQA, "cpu")
@@ -89,7 +85,7 @@ def test_O1_bits_do_not_depend_on_the_order_of_programs(op: Verify) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 def test_O1_bits_do_not_depend_on_how_many_blocks_run_at_once(op: Verify, device: str) -> None:
     """B = 1 alone, and the same request among 48 others, thirty times: a race would differ sooner or later."""
     one = make_problem(SIXTEEN, device)
@@ -170,7 +166,7 @@ def test_O3_later_tokens_change_no_earlier_row(case: Case, op: Verify, device: s
             assert not torch.equal(other["out"], plain["out"])
 
 
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize(
     "case",
     params(
@@ -196,9 +192,8 @@ def test_O4_every_row_equals_a_token_by_token_loop(case: Case, op: Verify, devic
         for name in RING:
             slots = problem.slots.long()
             assert_same_bits(step[name][slots, :, 0], whole[name][slots, :, t], f"{name} of token {t}")
-        ring = step.ring
         fold(
-            step["ssm_state"][None], type(ring)(*(x[None] for x in (ring.raw_v, ring.raw_k, ring.g, ring.beta))),
+            step["ssm_state"][None], with_layers(step.ring),
             shape=problem.shape, slots=problem.slots, accept_lens=one, draft_tokens=1,
         )  # fmt: skip
         step["conv_state"][problem.slots.long()] = step["conv_window"][:, 0]

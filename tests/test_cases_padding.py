@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -13,20 +11,16 @@ from kda_kernels import (
     host_checks,
     new_error_counts,
     verify_fused,
-    verify_reference,
     verify_unfused,
 )
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Guarded, Problem, make_problem
+from tests.support.commits import fold_problem
 from tests.support.grids import params
 from tests.support.marks import interpreter_only
 from tests.support.memory import record_accesses
-from tests.test_fold import fold_problem
+from tests.support.ops import KERNELS, RING, WITH_REFERENCE, Verify
 
-Verify = Callable[..., torch.Tensor]
-LANES = [pytest.param(verify_fused, id="fused"), pytest.param(verify_unfused, id="unfused")]
-WITH_REFERENCE = [*LANES, pytest.param(verify_reference, id="reference")]
-RING = ("raw_v", "raw_k", "g", "beta")
 BUFFERS = ("conv_window", "snapshots", "conv_state", "ssm_state", *RING)
 
 ONE_OF_FOUR = Case(B=4, T=2, H=1, HV=2, K=64, padded=(1, 2, 3))
@@ -63,7 +57,7 @@ def test_P1_padded_rows_are_zero_and_untouched(case: Case, mode: str, op: Verify
 
 
 @interpreter_only
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("mode", ["ring", "snapshots"])
 def test_P1_nothing_is_read_through_a_padded_row(mode: str, op: Verify) -> None:
     problem = make_problem(ONE_OF_FOUR, "cpu").fork()
@@ -162,7 +156,7 @@ def test_P2_no_access_leaves_the_pool(bad: int) -> None:
     # fold works on a copy whose buffers `outcome` now holds; verify worked on the ones given in `keywords`.
     state, ring = keywords["state"], keywords["record"]
     own += [p.conv_bias, state.conv_state, state.ssm_state, state.conv_window, keywords["out"]]
-    own += [ring.raw_v, ring.raw_k, ring.g, ring.beta, *(outcome[name] for name in BUFFERS)]
+    own += [*(getattr(ring, name) for name in RING), *(outcome[name] for name in BUFFERS)]
     assert accesses.outside(own) == 0
 
 
@@ -195,7 +189,7 @@ def test_P3_empty_and_all_padded_batches(batch: int, mode: str, op: Verify, devi
     assert op(*positional, **keywords).shape == (batch * 2, 1, 64)
 
 
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("mode", ["ring", "snapshots"])
 @pytest.mark.parametrize("case", params([Case(B=3, T=2, H=1, HV=2, K=64)], [Case(B=16, T=3, H=4, HV=8, K=128)]))
 def test_P4_a_row_does_not_depend_on_batch_or_neighbours(case: Case, mode: str, op: Verify, device: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +14,14 @@ from kda_kernels import (
     fold,
     scatter_conv,
     scatter_snapshots,
-    verify_fused,
-    verify_reference,
-    verify_unfused,
 )
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem, make_problem
+from tests.support.commits import fold_problem, verified
 from tests.support.grids import params
+from tests.support.ops import KERNELS, RING, WITH_REFERENCE, Verify
 from tests.support.sparse import vast_pool, vast_tensor
-from tests.test_fold import fold_problem, verified
 
-Verify = Callable[..., torch.Tensor]
-LANES = [pytest.param(verify_fused, id="fused"), pytest.param(verify_unfused, id="unfused")]
-RING = ("raw_v", "raw_k", "g", "beta")
 SMALL = Case(B=2, T=2, H=1, HV=1, K=64, length=2)
 LARGE = Case(B=2, T=3, H=4, HV=4, K=128, length=3)
 LARGEST = Case(B=2, T=3, H=32, HV=32, K=128, length=3)  # slot 4096 of a packed state pool begins at element 2^31
@@ -55,7 +49,7 @@ def untouched(pool: torch.Tensor, at: list[int]) -> None:
                 assert not pool[near].any(), f"entry {near} was written"
 
 
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize(
     ("case", "name"),
     [pytest.param(SMALL, name, id=name) for name in ("ssm_state", "conv_state", *RING)]
@@ -97,7 +91,7 @@ def test_S1_slot_offsets_past_two_to_the_31(case: Case, name: str, op: Verify, d
         untouched(pools[name], at)
 
 
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("name", ["conv_window", "snapshots"])
 @pytest.mark.parametrize("case", params([SMALL], [LARGE]))
 def test_S1_row_offsets_past_two_to_the_31(case: Case, name: str, op: Verify, device: str) -> None:
@@ -149,7 +143,7 @@ def test_S1_fold_of_66_layers_of_two_to_the_25(case: Case, layers: int, device: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize(("batch", "mode"), [(2047, "ring"), (2048, "ring"), (2050, "ring"), (2050, "snapshots")])
 def test_S2_grids_past_65535(batch: int, mode: str, op: Verify, device: str) -> None:
     """B * HV from 65,504 to 65,600; the last rows equal the same rows in a batch of 2."""
@@ -176,7 +170,7 @@ def test_S2_grids_past_65535(batch: int, mode: str, op: Verify, device: str) -> 
         assert_same_bits(folded["ssm_state"][slots], few_folded["ssm_state"][slots], "folded state")
 
 
-@pytest.mark.parametrize("op", [*LANES, pytest.param(verify_reference, id="reference")])
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize(
     "case",
     params([Case(B=32, T=5, H=1, HV=1, K=64)], [Case(B=20, T=8, H=4, HV=4, K=128)]),
@@ -194,7 +188,7 @@ def test_S3_row_stride_of_two_to_the_24(case: Case, op: Verify, device: str) -> 
         assert_same_bits(outcome.whole(name), expected.whole(name), name)
 
 
-@pytest.mark.parametrize("op", [*LANES, pytest.param(verify_reference, id="reference")])
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize("name", ["mixed_qkv", "a", "b"])
 @pytest.mark.parametrize("case", params([Case(B=1, T=8, H=1, HV=1, K=64)], [Case(B=1, T=8, H=4, HV=4, K=128)]))
 def test_S3_row_stride_past_two_to_the_31_within_one_request(case: Case, name: str, op: Verify, device: str) -> None:
@@ -211,7 +205,7 @@ def test_S3_row_stride_past_two_to_the_31_within_one_request(case: Case, name: s
 INDEX_CASE = Case(B=2, T=2, H=1, HV=1, K=64)
 
 
-@pytest.mark.parametrize("op", [*LANES, pytest.param(verify_reference, id="reference")])
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize("argument", ["slots", "rows"])
 def test_S4_index_tensors_of_verify(argument: str, op: Verify, device: str) -> None:
     problem = make_problem(INDEX_CASE, device)

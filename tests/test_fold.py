@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from kda_kernels import (
     ErrorKind,
     LaunchConfig,
-    Ring,
     Snapshots,
     fold,
     fold_reference,
@@ -21,48 +19,14 @@ from kda_kernels import (
     scatter_conv_reference,
     scatter_snapshots,
     scatter_snapshots_reference,
-    verify_fused,
-    verify_unfused,
 )
 from tests.support.bits import assert_same_bits
-from tests.support.cases import Case, Guarded, Problem, make_problem
+from tests.support.cases import Case, Problem
+from tests.support.commits import expected_states, fold_problem, verified
 from tests.support.grids import GPU_CASES, INTERPRETER_CASES, config_id, every_config, params
+from tests.support.ops import RING
 
 LARGE = torch.iinfo(torch.int32).max
-
-
-def with_layers(ring: Ring) -> Ring:
-    """A ring of one layer with the leading [layers] dimension."""
-    return Ring(ring.raw_v[None], ring.raw_k[None], ring.g[None], ring.beta[None])
-
-
-def fold_problem(
-    problem: Problem, accept_lens: torch.Tensor, op: Callable[..., None] = fold, **options: Any
-) -> Problem:
-    """``op`` on a fork of a verified problem's state and ring; the fork."""
-    outcome = problem.fork()
-    op(
-        outcome["ssm_state"][None], with_layers(outcome.ring), shape=outcome.shape, slots=outcome.slots,
-        accept_lens=accept_lens, draft_tokens=outcome.case.T, **options,
-    )  # fmt: skip
-    return outcome
-
-
-def verified(case: Case, device: str) -> Problem:
-    """A problem whose ring and snapshots both hold the same verify."""
-    problem = make_problem(case, device)
-    ring, snapshots = problem.run(verify_unfused, "ring"), problem.run(verify_fused, "snapshots")
-    ring.buffers["snapshots"] = snapshots.buffers["snapshots"]
-    return ring
-
-
-def expected_states(problem: Problem, accept_lens: list[int]) -> Guarded:
-    """The state buffer with each live slot replaced by the snapshot of its last accepted step."""
-    state = problem.buffers["ssm_state"].clone()
-    for row in problem.live():
-        if accept_lens[row] > 0:
-            state.view[int(problem.slots[row])] = problem["snapshots"][row, accept_lens[row] - 1]
-    return state
 
 
 @pytest.mark.parametrize("case", params(INTERPRETER_CASES[:4], GPU_CASES[::2]))
@@ -73,7 +37,7 @@ def test_fold_of_every_prefix_is_that_snapshot(case: Case, device: str) -> None:
         lengths = [(accept + i) % (case.T + 1) for i in range(case.B)]
         outcome = fold_problem(problem, torch.tensor(lengths, dtype=torch.int32, device=device))
         assert_same_bits(outcome.whole("ssm_state"), expected_states(problem, lengths).whole, f"accept {lengths}")
-        for name in ("raw_v", "raw_k", "g", "beta"):
+        for name in RING:
             assert_same_bits(outcome.whole(name), problem.whole(name), f"{name} after fold")
 
 

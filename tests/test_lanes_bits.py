@@ -9,12 +9,11 @@ from kda_kernels import LaunchConfig, verify_fused, verify_unfused
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem, make_problem
 from tests.support.grids import GPU_CASES, HEADS, INTERPRETER_CASES, config_id, every_config, params
+from tests.support.ops import KERNELS, RING
 
 STATE = ("conv_state", "ssm_state")
-RING = ("raw_v", "raw_k", "g", "beta")
 WRITTEN = {"ring": ("out", "conv_window", *RING), "snapshots": ("out", "conv_window", "snapshots")}
 ALL_BUFFERS = ("out", "conv_window", "snapshots", *STATE, *RING)
-LANES = [pytest.param(verify_fused, id="fused"), pytest.param(verify_unfused, id="unfused")]
 
 
 def assert_same_buffers(actual: Problem, expected: Problem, names: tuple[str, ...] = ALL_BUFFERS) -> None:
@@ -43,7 +42,7 @@ def test_fused_equals_unfused(case: Case, record: str, device: str) -> None:
         assert not torch.equal(fused.whole(name), problem.whole(name)), f"{name} was not written"
 
 
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("case", params(INTERPRETER_CASES[:2], GPU_CASES[::10]))
 def test_ring_and_snapshots_give_the_same_output(case: Case, op: object, device: str) -> None:
     problem = make_problem(case, device)
@@ -60,7 +59,7 @@ CORNERS = [LaunchConfig(block_v=v, num_warps=w) for v, w in ((8, 8), (64, 1))]
 ALL_CONFIGS = [(K128, config) for config in every_config(128)] + [(K64, config) for config in CORNERS]
 
 
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("record", ["ring", "snapshots"])
 @pytest.mark.parametrize("config", FEW_CONFIGS, ids=config_id)
 def test_a_few_configurations(config: LaunchConfig, record: str, op: object, device: str) -> None:
@@ -72,7 +71,7 @@ def test_a_few_configurations(config: LaunchConfig, record: str, op: object, dev
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", LANES)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize(
     ("case", "config"), [pytest.param(*pair, id=f"K{pair[0].K}-{config_id(pair[1])}") for pair in ALL_CONFIGS]
 )
@@ -99,7 +98,7 @@ def test_pdl_changes_no_bit(case: Case, pdl: bool | None, device: str) -> None:
         )
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", KERNELS)
 def test_rows_choose_window_and_snapshot_rows(lane: object, device: str) -> None:
     """``rows`` as a permutation moves windows and snapshots, and nothing else."""
     problem = make_problem(Case(B=2, T=2, H=1, HV=1, K=64), device)

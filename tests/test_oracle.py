@@ -15,18 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from kda_kernels import fold, fold_reference, verify_fused, verify_reference, verify_unfused
+from kda_kernels import fold, fold_reference, verify_unfused
 from tests.support import oracle
 from tests.support.bits import assert_close
 from tests.support.bounds import verify_bounds
 from tests.support.cases import Case, Problem, dtype_name, make_problem, oracle_layer, to_numpy
+from tests.support.commits import fold_problem
 from tests.support.grids import GPU_CASES, INTERPRETER_CASES, params
-
-OPS = [
-    pytest.param(verify_reference, id="reference"),
-    pytest.param(verify_fused, id="fused"),
-    pytest.param(verify_unfused, id="unfused"),
-]
+from tests.support.ops import RING, WITH_REFERENCE
 
 
 def check_against_oracle(problem: Problem, ring: Problem, snapshots: Problem) -> None:
@@ -44,7 +40,7 @@ def check_against_oracle(problem: Problem, ring: Problem, snapshots: Problem) ->
         what = f"{{}} of request {i}".format
         assert_close(ring["out"][tokens], trace.out, bounds.out, what("output"))
         assert_close(ring["conv_window"][i], trace.window, 0.0, what("window"))
-        for name in ("raw_v", "raw_k", "g", "beta"):
+        for name in RING:
             record = ring[name][slot, :, : case.T].transpose(0, 1)
             assert_close(record, getattr(trace, name), getattr(bounds, name), what(name))
         assert_close(snapshots["snapshots"][i], trace.states, bounds.states, what("snapshots"))
@@ -55,7 +51,7 @@ def check_against_oracle(problem: Problem, ring: Problem, snapshots: Problem) ->
         assert np.median(bounds.out_unrounded) < 1e-3 * np.abs(trace.out).max()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_REFERENCE)
 @pytest.mark.parametrize("case", params(INTERPRETER_CASES, GPU_CASES[::3]))
 def test_verify_stays_within_fp32_error_of_the_oracle(case: Case, op: Callable[..., torch.Tensor], device: str) -> None:
     problem = make_problem(case, device)
@@ -66,8 +62,6 @@ def test_verify_stays_within_fp32_error_of_the_oracle(case: Case, op: Callable[.
 @pytest.mark.parametrize("case", params(INTERPRETER_CASES[:2], GPU_CASES[1::9]))
 def test_fold_stays_within_fp32_error_of_the_oracle(case: Case, op: Callable[..., None], device: str) -> None:
     """The oracle folds the records that were written, so conv and gate errors are no part of this bound."""
-    from tests.test_fold import fold_problem
-
     problem = make_problem(case, device).run(verify_unfused, "ring")
     layer = oracle_layer(problem.params, problem.shape, case.dtype)
     lengths = [case.T - i % case.T for i in range(case.B)]

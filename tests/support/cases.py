@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,6 @@ class Problem:
     slots: torch.Tensor
     buffers: dict[str, Guarded]
     rows: torch.Tensor | None = None
-    errors: torch.Tensor | None = field(default=None)
 
     @property
     def state(self) -> LayerState:

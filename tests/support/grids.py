@@ -1,7 +1,7 @@
 """Which cases the suite runs: a few small ones in the interpreter, a covering set at production shapes on a GPU.
 
 A compiled kernel costs seconds, so the GPU set is not the full product of its eight factors: every pair of head layout
-and T occurs, and over the set every pair of any two factors (`test_support.py` proves it).
+and T occurs, and over the set every pair of any two factors (`test_lanes_bits.py` proves it).
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def _gpu_cases() -> tuple[Case, ...]:
 
 
 GPU_CASES = _gpu_cases()
-FACTORS = ("heads", "T", "K", "dtype", "weights", "gate", "bias", "padded")
 
 
 def factors(case: Case) -> dict[str, Any]:
