@@ -43,7 +43,7 @@ def _cell(settings: SweepSettings, t: int, b: int) -> Cell:
         if owner == "kda" and lane not in settings.lanes:
             continue
         mode = lane_mode(lane)
-        verify = verify_traffic(settings.shape, b, t, settings.torch_dtype, mode)
+        verify = verify_traffic(settings.shape, b, t, settings.torch_dtype, mode, settings.bias)
         commit = commit_traffic(settings.shape, b, settings.accept_for(t), settings.torch_dtype, mode)
         traffic: Traffic = {"verify": verify, "commit": commit, "round": verify + commit}[settings.kind]
         floor = traffic.microseconds(COPY)

@@ -248,6 +248,12 @@ def test_hot_cells_say_so(machine: Machine) -> None:
     assert cell.arms[0].median_us == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("kind", ["verify", "round"])
+def test_the_floor_is_that_of_the_layer_measured(kind: str) -> None:
+    floors = [sweep_module.floor_of(SweepSettings(kind=kind, bias=bias), 4, 16, "ring") for bias in (True, False)]
+    assert floors[0].total - floors[1].total == SweepSettings().shape.conv_dim * 2
+
+
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_round_s_floor_is_verify_plus_commit() -> None:
     settings = SweepSettings(kind="round")

@@ -50,6 +50,12 @@ def test_snapshots_are_64_kib_a_head_and_token_in_place_of_the_ring() -> None:
     assert snapshots.written - ring.written == 3 * 4 * 8 * (65_536 - 1028)
 
 
+def test_a_layer_without_bias_reads_none() -> None:
+    with_bias = verify_traffic(EIGHT_HEADS, 3, 4, torch.bfloat16, "ring")
+    without = verify_traffic(EIGHT_HEADS, 3, 4, torch.bfloat16, "ring", bias=False)
+    assert (with_bias.read - without.read, without.written) == (8 * 384 * 2, with_bias.written)
+
+
 def test_grouped_heads_share_k() -> None:
     """H = 4, HV = 8, K = 64, V = 128, fp16, two tokens of one request."""
     traffic = verify_traffic(KdaShape(4, 8, 64, 128), 1, 2, torch.float16, "ring")

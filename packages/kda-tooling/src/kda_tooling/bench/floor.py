@@ -29,15 +29,18 @@ class Traffic:
         return self.total / bytes_per_second * 1e6
 
 
-def verify_traffic(shape: KdaShape, batch: int, draft_tokens: int, dtype: torch.dtype, mode: str) -> Traffic:
+def verify_traffic(
+    shape: KdaShape, batch: int, draft_tokens: int, dtype: torch.dtype, mode: str, bias: bool = True
+) -> Traffic:
     """One layer's verify of ``batch`` requests.
 
-    Read: recurrent and conv state, mixed_qkv, a, b, indices, and the layer's parameters once. Written: output, conv
+    Read: recurrent and conv state, mixed_qkv, a, b, indices, and the layer's parameters (with a conv ``bias`` or
+    without) once. Written: output, conv
     windows, and the ring records or snapshots (``mode``).
     """
     size, d, hv, k = dtype.itemsize, shape.conv_dim, shape.num_v_heads, shape.head_k_dim
     tokens = batch * draft_tokens
-    parameters = d * (CONV_WIDTH + 1) * size + 4 * hv * (k + 1)
+    parameters = d * (CONV_WIDTH + bias) * size + 4 * hv * (k + 1)
     inputs = tokens * (d + hv * k + hv) * size + 4 * batch
     state = batch * shape.state_bytes_per_slot(dtype)
     record = shape.ring_bytes_per_token(dtype) if mode == "ring" else shape.snapshot_bytes_per_token()

@@ -55,7 +55,7 @@ def build_problems(settings: SweepSettings, draft_tokens: int, batch: int, layer
 
 def rotation_layers(settings: SweepSettings, draft_tokens: int, batch: int, l2_bytes: int) -> tuple[int, int]:
     """(layers, bytes of their state and inputs): enough to exceed `COLD_FACTOR` times the L2, or one layer if hot."""
-    per_layer = verify_traffic(settings.shape, batch, draft_tokens, settings.torch_dtype, "ring").read
+    per_layer = verify_traffic(settings.shape, batch, draft_tokens, settings.torch_dtype, "ring", settings.bias).read
     if settings.hot:
         return HOT_LAYERS, per_layer
     layers = max(MIN_COLD_LAYERS, math.ceil(COLD_FACTOR * l2_bytes / per_layer) + 1)
@@ -65,7 +65,7 @@ def rotation_layers(settings: SweepSettings, draft_tokens: int, batch: int, l2_b
 def floor_of(settings: SweepSettings, draft_tokens: int, batch: int, mode: str) -> Traffic:
     """Mandatory bytes per layer of the settings' kind."""
     accept = settings.accept_for(draft_tokens)
-    verify = verify_traffic(settings.shape, batch, draft_tokens, settings.torch_dtype, mode)
+    verify = verify_traffic(settings.shape, batch, draft_tokens, settings.torch_dtype, mode, settings.bias)
     commit = commit_traffic(settings.shape, batch, accept, settings.torch_dtype, mode)
     return {"verify": verify, "commit": commit, "round": verify + commit}[settings.kind]
 
