@@ -12,6 +12,8 @@ from rich.console import Console
 from kda_tooling.commands.options import LANES, choose_kernels, refuse, resolve_device
 
 ASSETS = Path(__file__).parent.parent / "assets"
+PROMPTS = 3
+PROMPT_BYTES = 768
 
 
 def register(app: typer.Typer) -> None:
@@ -34,8 +36,12 @@ def demo(
     draft_tokens: Annotated[int, typer.Option(help="Tokens verified per round, the root included.", min=1)] = 4,
     num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to decode per prompt.", min=1)] = 48,
     lanes: Annotated[str, typer.Option(help="Comma-separated lanes to compare.")] = ",".join(LANES),
-    prompts: Annotated[int, typer.Option(help="Prompts from held-out modules.", min=1)] = 3,
-    prompt_bytes: Annotated[int, typer.Option(help="Bytes of each of these prompts.", min=1)] = 768,
+    prompts: Annotated[
+        int | None, typer.Option(help=f"Prompts from held-out modules; default: {PROMPTS}.", min=1)
+    ] = None,
+    prompt_bytes: Annotated[
+        int | None, typer.Option(help=f"Bytes of each of these prompts; default: {PROMPT_BYTES}.", min=1)
+    ] = None,
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="Continue this file's text instead (its last 4096 bytes); repeatable.")
     ] = None,
@@ -53,9 +59,13 @@ def demo(
 ) -> None:
     """Decode real text with a small KDA model, plainly and with speculation in every lane, and compare them.
 
-    Exit code 1 when a lane's text or state differs from plain decoding, 2 for wrong arguments.
+    Exit code 1 when a lane's text or state differs from plain decoding or a kernel counted a fault, 2 for wrong
+    arguments.
     """
     chosen = _lanes(lanes)
+    for option, value in (("--prompts", prompts), ("--prompt-bytes", prompt_bytes)):
+        if prompt_file and value is not None:
+            raise refuse(option, f"{value} is about held-out modules; --prompt-file gives others: leave one out.")
     if ring_length is not None and draft_tokens > ring_length:
         raise refuse(
             "--draft-tokens",
@@ -68,7 +78,11 @@ def demo(
     from kda_tooling.prompts import file_prompts, held_out_prompts
 
     try:
-        texts = file_prompts(prompt_file) if prompt_file else held_out_prompts(prompts, prompt_bytes)
+        texts = (
+            file_prompts(prompt_file)
+            if prompt_file
+            else held_out_prompts(prompts or PROMPTS, prompt_bytes or PROMPT_BYTES)
+        )
     except ValueError as error:
         raise refuse("--prompt-file" if prompt_file else "--prompts", str(error)) from None
     device = resolve_device(device)
@@ -84,5 +98,5 @@ def demo(
     else:
         show(report, console)
     if not passed(report):
-        console.print("[bold red]A lane differs from plain decoding.[/bold red]")
+        console.print("[bold red]A lane differs from plain decoding, or its kernels counted faults.[/bold red]")
         raise typer.Exit(1)
