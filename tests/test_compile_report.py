@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from kda_kernels.aot import TARGETS, capture
 from kda_kernels.interpreter import is_interpreted
+from kda_tooling import compile_report as report_module
 from kda_tooling.cli import app
 from kda_tooling.code_rules import LAYER_PARAMETERS, RING_BUFFERS, SNAPSHOT_BUFFERS, broken_rules
 from kda_tooling.code_stats import amd_stats, sass_opcodes
@@ -316,11 +317,33 @@ def test_the_checked_in_budget_covers_every_configuration_for_the_pinned_triton(
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--check", "--write-budget"], "'--check': excludes --write-budget"),
+        (["--json", "FOLDER"], "is a folder"),
+        (["--json", "FOLDER/missing/report.json"], "is missing"),
+        (["--check", "--budget", "FOLDER/none.json"], "'--budget': there is no budget"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_compiled(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def must_not_run(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(report_module, "compile_all", must_not_run)
+    given = [argument.replace("FOLDER", str(tmp_path)) for argument in arguments]
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["compile-report", *given])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize("option", ["--target", "--kernel", "--config"])
 def test_an_unknown_name_is_refused_by_name(option: str) -> None:
     result = CliRunner().invoke(app, ["compile-report", option, "sm91"])
     assert result.exit_code == 2
-    assert f"{option[2:]} must be one of" in result.output
+    assert f"{option} must be one of" in result.output
     assert "got 'sm91'" in result.output
 
 

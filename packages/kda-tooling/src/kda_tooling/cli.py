@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kda_tooling.commands import compile_report, demo, doctor, sweep, train_demo
+from kda_tooling.commands import compile_report, demo, doctor, report, sweep, train_demo
 
 app = typer.Typer(
     help="Tools around the Kimi Delta Attention verify kernels.",
@@ -18,6 +18,7 @@ demo.register(app)
 compile_report.register(app)
 train_demo.register(app)
 sweep.register(app)
+report.register(app)
 doctor.register(app)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kda_tooling.code_rules import Inspection
 from kda_tooling.code_stats import CodeStats
 from kda_tooling.compile_specs import SPECS, Selection
+from kda_tooling.cores import usable_cores
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def compile_all(
     queue = sorted(order, key=lambda job: -_relative_cost(*job))
     results: dict[tuple[str, int], JobResult] = {}
     context = multiprocessing.get_context("spawn")
-    workers = min(jobs or os.cpu_count() or 1, len(order) or 1)
+    workers = min(jobs or usable_cores(), len(order) or 1)
     with _without_interpreter(), ProcessPoolExecutor(workers, mp_context=context) as pool:
         futures = {pool.submit(_compile_job, *job): job for job in queue}
         for future in as_completed(futures):

@@ -7,7 +7,6 @@ on a GPU the runs follow each other in this process, each once unmeasured so tha
 from __future__ import annotations
 
 import multiprocessing
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import triton
 from kda_kernels import Ring, Snapshots
 from kda_kernels.interpreter import is_interpreted
 from kda_tooling import interpreter_memo
+from kda_tooling.cores import usable_cores
 from kda_tooling.decoding import ACTIVATION_DTYPE, PLAIN_LANE, Decoded, Decoder, RequestState, ingest, kda_shape
 from kda_tooling.model import load_model
 from kda_tooling.prompts import Prompt
@@ -147,15 +147,9 @@ def _decode(
     )
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _decode_all(settings: DemoSettings, requests: Sequence[RequestState], on_progress: Progress) -> dict[str, Decoded]:
     runs = settings.runs()
-    processes = settings.processes or _cores()
+    processes = settings.processes or usable_cores()
     processes = min(processes, len(runs)) if settings.device == "cpu" else 1
     if processes > 1:
         return _decode_in_processes(settings.weights, runs, requests, processes, on_progress)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from kda_tooling.bench.arms import OURS
 from kda_tooling.bench.settings import SweepSettings
+from kda_tooling.cores import usable_cores
+
+MAX_WORKERS = 16
+"""Every worker has a CUDA context of its own, about half a GiB on the device that is measured later."""
 
 
 def _compile_arm(settings: SweepSettings, draft_tokens: int, batch: int, index: int) -> str:
@@ -54,7 +57,7 @@ def compile_all(
     Raises:
         Exception: whatever a compilation raised; the others are cancelled.
     """
-    count = max(1, min(workers or (os.cpu_count() or 2) - 2, 14, len(jobs)))
+    count = max(1, min(workers or usable_cores(), MAX_WORKERS, len(jobs)))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, mp_context=context) as pool:
         futures = [pool.submit(_compile_arm, settings, *job) for job in jobs]

@@ -7,11 +7,13 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from kda_tooling.commands.options import check_output_file, refuse
 
 if TYPE_CHECKING:
     from kda_tooling.compile_report import CompiledKernel, JobResult
@@ -62,7 +64,9 @@ def compile_report(
     """
     console = Console(stderr=True)
     if check and write:
-        _refuse(console, "--check and --write-budget exclude each other: check first, then write if it is meant")
+        raise refuse("--check", "excludes --write-budget: check first, then write if it is meant.")
+    if json_file is not None:
+        check_output_file("--json", json_file)
 
     import triton
 
@@ -72,9 +76,12 @@ def compile_report(
 
     try:
         selection = Selection(tuple(target or ()), tuple(kernel or ()), tuple(config or ()))
-        limits = load_budget(budget, triton.__version__) if check else {}
     except ValueError as error:
-        _refuse(console, str(error))
+        raise typer.BadParameter(str(error)) from None
+    try:
+        limits = load_budget(budget, triton.__version__) if check else {}
+    except BudgetError as error:
+        raise refuse("--budget", str(error)) from None
     start = time.perf_counter()
     results = _compile_with_progress(console, selection, jobs)
     seconds = time.perf_counter() - start
@@ -85,7 +92,7 @@ def compile_report(
         try:
             write_budget(budget, measured, triton.__version__, selection)
         except BudgetError as error:
-            _refuse(console, str(error))
+            raise refuse("--budget", str(error)) from None
     if check:
         problems += over_budget(measured, limits, selection)
     # A pipe or a CI log has no width of its own, and a table squeezed into 80 columns drops figures.
@@ -107,11 +114,6 @@ def compile_report(
         console.print(f"within the budget {budget}")
     if write:
         console.print(f"wrote {budget}")
-
-
-def _refuse(console: Console, reason: str) -> NoReturn:
-    console.print(f"[red]{reason}[/red]", soft_wrap=True, highlight=False)
-    raise typer.Exit(2)
 
 
 def _compile_with_progress(console: Console, selection: Selection, jobs: int | None) -> list[JobResult]:

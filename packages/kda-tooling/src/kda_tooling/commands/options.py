@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import typer
 
@@ -26,6 +27,14 @@ def positive(value: float | None) -> float | None:
 def refuse(option: str, message: str) -> typer.BadParameter:
     """The error to raise for an option whose value cannot be used."""
     return typer.BadParameter(message, param_hint=f"'{option}'")
+
+
+def check_output_file(option: str, path: Path) -> None:
+    """Refuse a file that could not be written after minutes of work. Raises ``typer.BadParameter``."""
+    if path.is_dir():
+        raise refuse(option, f"{path} is a folder.")
+    if not path.absolute().parent.is_dir():
+        raise refuse(option, f"the folder {path.absolute().parent} is missing.")
 
 
 def resolve_device(value: str) -> str:

@@ -1,4 +1,4 @@
-"""`kda sweep` and `kda report`: measure every lane beside peers and the byte floor; show a stored measurement."""
+"""`kda sweep`: measure every lane beside peers and the byte floor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import LANES, interpreter_chosen, refuse
+from kda_tooling.commands.options import LANES, check_output_file, interpreter_chosen, refuse
+from kda_tooling.commands.report import show
 
 if TYPE_CHECKING:
     from kda_tooling.bench.results import SweepResult
@@ -26,16 +27,13 @@ SHAPE_OPTIONS = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
+    """Add the command to ``app``."""
     app.command(
         cls=ManyValuesCommand,
         epilog="Examples: [bold]kda sweep[/bold], [bold]kda sweep --batch-sizes 1 4 16 64 --draft-tokens 4 8 "
         "--peer sglang=peer --json sweep.json --plot sweep.png[/bold], [bold]kda sweep --round --modes fused+ring "
         "unfused+ring[/bold]",
     )(sweep)
-    app.command(
-        epilog="Example: [bold]kda report benchmarks/measured/h200.json --readme README.md --plot docs/sweep.png[/bold]"
-    )(report)
 
 
 def _require_gpu() -> None:
@@ -53,10 +51,7 @@ def _check_outputs(json: Path | None, plot: Path | None) -> None:
     from kda_tooling.bench.plot import check_picture_path
 
     if json is not None and str(json) != "-":
-        if json.is_dir():
-            raise refuse("--json", f"{json} is a folder.")
-        if not json.absolute().parent.is_dir():
-            raise refuse("--json", f"the folder {json.absolute().parent} is missing.")
+        check_output_file("--json", json)
     if plot is not None:
         try:
             check_picture_path(plot)
@@ -132,7 +127,7 @@ def sweep(
     result = _measure(settings)
     if json is not None and str(json) != "-":
         json.write_text(result.to_json() + "\n")
-    _show(result, every_arm or sweep_bv, to_stderr=str(json) == "-")
+    show(result, every_arm or sweep_bv, to_stderr=str(json) == "-")
     if plot is not None:
         from kda_tooling.bench.plot import plot as draw
 
@@ -186,48 +181,3 @@ def _measure(settings: SweepSettings) -> SweepResult:
         raise typer.Exit(1) from None
     console.print(f"compiled in {compiled - started:.0f} s, measured in {time.monotonic() - compiled:.0f} s")
     return result
-
-
-def _show(result: SweepResult, every_arm: bool, to_stderr: bool = False) -> None:
-    from kda_tooling.bench.report import header, tables
-
-    console = Console(stderr=to_stderr)
-    if not console.is_terminal:
-        console = Console(stderr=to_stderr, width=200)
-    console.print(header(result))
-    for table in tables(result, every_arm):
-        console.print(table)
-
-
-def report(
-    results: Annotated[
-        list[Path], typer.Argument(help="JSON files that kda sweep wrote.", exists=True, dir_okay=False)
-    ],
-    every_arm: Annotated[bool, typer.Option("--every-arm", help="Print all arms, not each lane's fastest.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the picture here (.png, .svg, .pdf).")] = None,
-    readme: Annotated[
-        Path | None,
-        typer.Option(help="Replace the results between this file's markers.", exists=True, dir_okay=False),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
-) -> None:
-    """Show stored sweeps as tables; redraw their picture; renew the README's results from them."""
-    from kda_tooling.bench.markdown import replace_block, results_block
-    from kda_tooling.bench.plot import plot as draw
-    from kda_tooling.bench.results import load_results
-
-    try:
-        loaded = [(load_results(path), path) for path in results]
-        page = None if readme is None else replace_block(readme.read_text(), results_block(loaded, readme, plot))
-        if plot is not None:
-            draw([result for result, _ in loaded], plot)
-        if readme is not None and page is not None:
-            readme.write_text(page)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
-    if json:
-        texts = [result.to_json() for result, _ in loaded]
-        typer.echo(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
-    for result, _ in loaded:
-        if not json:
-            _show(result, every_arm)
