@@ -8,9 +8,9 @@ import pytest
 
 from kda_backend import LANES
 from kda_tooling.commands.demo import ASSETS
-from kda_tooling.demo import DemoSettings, passed, run_demo
-from kda_tooling.prompts import held_out_prompts
-from kda_tooling.training import WEIGHTS_NAME
+from kda_tooling.demo.prompts import held_out_prompts
+from kda_tooling.demo.run import DemoSettings, passed, run_demo
+from kda_tooling.demo.training import WEIGHTS_NAME
 
 PROMPTS = 20
 

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from kda_kernels.aot import TARGETS, capture
 from kda_kernels.interpreter import is_interpreted
-from kda_tooling import compile_report as report_module
 from kda_tooling.cli import app
-from kda_tooling.code_rules import LAYER_PARAMETERS, RING_BUFFERS, SNAPSHOT_BUFFERS, broken_rules
-from kda_tooling.code_stats import amd_stats, sass_opcodes
-from kda_tooling.compile_budget import LIMITS_FROM, BudgetError, load_budget, over_budget, write_budget
-from kda_tooling.compile_report import CompiledKernel, compile_all, compiled_kernels
-from kda_tooling.compile_specs import SPECS, Selection
-from kda_tooling.ptx_flow import UNTRACED, trace_ptx
+from kda_tooling.compiling import report as report_module
+from kda_tooling.compiling.budget import LIMITS_FROM, BudgetError, load_budget, over_budget, write_budget
+from kda_tooling.compiling.ptx_flow import UNTRACED, trace_ptx
+from kda_tooling.compiling.report import CompiledKernel, compile_all, compiled_kernels
+from kda_tooling.compiling.rules import LAYER_PARAMETERS, RING_BUFFERS, SNAPSHOT_BUFFERS, broken_rules
+from kda_tooling.compiling.specs import SPECS, Selection
+from kda_tooling.compiling.stats import amd_stats, sass_opcodes
 
 ROOT = Path(__file__).parent.parent
 BUDGET = ROOT / "benchmarks" / "compile-budget.json"

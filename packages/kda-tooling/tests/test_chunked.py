@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_tooling.chunked import CHUNK, chunked_kda
+from kda_tooling.demo.chunked import CHUNK, chunked_kda
 
 BATCH, HEADS, DIM = 2, 2, 16
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kda_tooling.corpus import DOCUMENT_START, HELD_OUT, load_corpus, read_held_out
-from kda_tooling.prompts import LONGEST_PROMPT, file_prompts, held_out_prompts, passage
+from kda_tooling.demo.corpus import DOCUMENT_START, HELD_OUT, load_corpus, read_held_out
+from kda_tooling.demo.prompts import LONGEST_PROMPT, file_prompts, held_out_prompts, passage
 
 
 def write(folder: Path, name: str, text: str) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kda_backend import LANES, StatePool
-from kda_tooling import decoding
-from kda_tooling.decoding import ACTIVATION_DTYPE, Decoder, RequestState, RowBlocks, ingest
-from kda_tooling.model import KdaLanguageModel, ModelConfig
+from kda_tooling.demo import decoding
+from kda_tooling.demo.decoding import ACTIVATION_DTYPE, Decoder, RequestState, RowBlocks, ingest
+from kda_tooling.demo.model import KdaLanguageModel, ModelConfig
 
 TINY = ModelConfig(num_layers=2, width=48, num_heads=1, mlp_width=40)
 PROMPTS = (b"for i in range(8):\n    for i in range(", b"import os\nimport sys\nimport ", b"x")

@@ -12,13 +12,20 @@ import torch
 from typer.testing import CliRunner
 
 from kda_backend import LANES
-from kda_tooling import demo as demo_module
 from kda_tooling.cli import app
 from kda_tooling.commands.demo import ASSETS
-from kda_tooling.corpus import HELD_OUT, read_held_out
-from kda_tooling.decoding import Decoded
-from kda_tooling.model import MAX_ASSET_BYTES, KdaLanguageModel, ModelConfig, load_model, save_model, shipped_tensors
-from kda_tooling.training import bits_of
+from kda_tooling.demo import run as demo_module
+from kda_tooling.demo.corpus import HELD_OUT, read_held_out
+from kda_tooling.demo.decoding import Decoded
+from kda_tooling.demo.model import (
+    MAX_ASSET_BYTES,
+    KdaLanguageModel,
+    ModelConfig,
+    load_model,
+    save_model,
+    shipped_tensors,
+)
+from kda_tooling.demo.training import bits_of
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kda_tooling.drafting import PromptLookupDrafter, accepted_length
+from kda_tooling.demo.drafting import PromptLookupDrafter, accepted_length
 
 
 def search(text: bytes, count: int, shortest: int, longest: int) -> bytes:

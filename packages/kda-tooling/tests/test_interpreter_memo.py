@@ -10,10 +10,10 @@ import pytest
 
 PROGRAM = """
 import hashlib, sys, torch
-from kda_tooling import interpreter_memo
+from kda_tooling.demo import interpreter_memo
 applied = interpreter_memo.install() if sys.argv[1] == "memo" else False
-from kda_tooling.decoding import Decoder, ingest
-from kda_tooling.model import KdaLanguageModel, ModelConfig
+from kda_tooling.demo.decoding import Decoder, ingest
+from kda_tooling.demo.model import KdaLanguageModel, ModelConfig
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = KdaLanguageModel(ModelConfig(num_layers=1, width=32, num_heads=1, mlp_width=32)).eval().requires_grad_(False)

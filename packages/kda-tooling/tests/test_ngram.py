@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kda_tooling.ngram import ByteTrigram
+from kda_tooling.demo.ngram import ByteTrigram
 
 
 @pytest.fixture(scope="module")

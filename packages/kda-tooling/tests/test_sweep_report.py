@@ -12,9 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kda_tooling.bench.markdown import BEGIN, END, replace_block, results_block, results_markdown
-from kda_tooling.bench.report import best_ratio, columns, header, tables
 from kda_tooling.bench.results import SweepResult
 from kda_tooling.bench.settings import SweepSettings
+from kda_tooling.bench.tables import best_ratio, columns, header, tables
 from kda_tooling.cli import app
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from kda_tooling.bench.report import best_ratio, columns, peers_of
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import command_of
+from kda_tooling.bench.tables import best_ratio, columns, peers_of
 
 BEGIN = "<!-- results: begin (kda report) -->"
 END = "<!-- results: end -->"

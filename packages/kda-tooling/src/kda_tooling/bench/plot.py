@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kda_tooling.bench.arms import OURS
-from kda_tooling.bench.report import columns
 from kda_tooling.bench.results import Cell, SweepResult
+from kda_tooling.bench.tables import columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,8 +16,8 @@ from rich.table import Table
 from kda_tooling.commands.options import check_output_file, refuse
 
 if TYPE_CHECKING:
-    from kda_tooling.compile_report import CompiledKernel, JobResult
-    from kda_tooling.compile_specs import Selection
+    from kda_tooling.compiling.report import CompiledKernel, JobResult
+    from kda_tooling.compiling.specs import Selection
 
 BUDGET = Path("benchmarks/compile-budget.json")
 PIPE_WIDTH = 170
@@ -70,9 +70,9 @@ def compile_report(
 
     import triton
 
-    from kda_tooling.compile_budget import BudgetError, load_budget, over_budget, write_budget
-    from kda_tooling.compile_report import compiled_kernels
-    from kda_tooling.compile_specs import Selection
+    from kda_tooling.compiling.budget import BudgetError, load_budget, over_budget, write_budget
+    from kda_tooling.compiling.report import compiled_kernels
+    from kda_tooling.compiling.specs import Selection
 
     try:
         selection = Selection(tuple(target or ()), tuple(kernel or ()), tuple(config or ()))
@@ -119,7 +119,7 @@ def compile_report(
 def _compile_with_progress(console: Console, selection: Selection, jobs: int | None) -> list[JobResult]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kda_tooling.compile_report import compile_all
+    from kda_tooling.compiling.report import compile_all
 
     columns = (
         TextColumn("compiling"),
@@ -139,7 +139,7 @@ def _compile_with_progress(console: Console, selection: Selection, jobs: int | N
 
 
 def _print_tables(console: Console, measured: list[CompiledKernel]) -> None:
-    from kda_tooling.compile_specs import KERNELS
+    from kda_tooling.compiling.specs import KERNELS
 
     for target in dict.fromkeys(one.target for one in measured):
         table = Table(title=target, title_justify="left")

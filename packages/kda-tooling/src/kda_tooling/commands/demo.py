@@ -75,7 +75,7 @@ def demo(
     weights = (model or ASSETS) / "demo_model.safetensors"
     if not weights.is_file():
         raise refuse("--model", f"{weights} does not exist; make one with `kda train-demo --out {weights.parent}`.")
-    from kda_tooling.prompts import file_prompts, held_out_prompts
+    from kda_tooling.demo.prompts import file_prompts, held_out_prompts
 
     try:
         texts = (
@@ -87,8 +87,8 @@ def demo(
         raise refuse("--prompt-file" if prompt_file else "--prompts", str(error)) from None
     device = resolve_device(device)
     choose_kernels(device)
-    from kda_tooling.demo import DemoSettings, passed
-    from kda_tooling.demo_report import run_with_progress, show
+    from kda_tooling.demo.report import run_with_progress, show
+    from kda_tooling.demo.run import DemoSettings, passed
 
     console = Console(stderr=as_json)
     settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes)

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 def show(result: SweepResult, every_arm: bool, to_stderr: bool = False) -> None:
     """Print a sweep: the machine, then its tables; ``every_arm`` lists all arms, not each lane's fastest."""
-    from kda_tooling.bench.report import header, tables
+    from kda_tooling.bench.tables import header, tables
 
     console = Console(stderr=to_stderr)
     if not console.is_terminal:

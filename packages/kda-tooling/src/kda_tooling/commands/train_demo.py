@@ -35,7 +35,7 @@ def train_demo(
 ) -> None:
     """Train the demo's byte-level model on the standard library's source and measure it on held-out modules."""
     device = resolve_device(device)
-    from kda_tooling import training
+    from kda_tooling.demo import training
 
     settings = training.TrainSettings(
         minutes=minutes,

@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kda_tooling.demo import DemoSettings, run_demo
-from kda_tooling.prompts import Prompt
+from kda_tooling.demo.prompts import Prompt
+from kda_tooling.demo.run import DemoSettings, run_demo
 
 
 def run_with_progress(settings: DemoSettings, prompts: Sequence[Prompt], console: Console) -> dict[str, Any]:
-    """:func:`kda_tooling.demo.run_demo` under a progress bar per run."""
+    """:func:`kda_tooling.demo.run.run_demo` under a progress bar per run."""
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TextColumn("bytes"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         total = settings.num_bytes * len(prompts)

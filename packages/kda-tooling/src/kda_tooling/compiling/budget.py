@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kda_tooling.compile_report import CompiledKernel
-from kda_tooling.compile_specs import Selection
+from kda_tooling.compiling.report import CompiledKernel
+from kda_tooling.compiling.specs import Selection
 
 LIMITS_FROM: dict[str, Callable[[int], int]] = {
     "registers": lambda measured: measured + 8,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kda_tooling.corpus import HELD_OUT, read_held_out
+from kda_tooling.demo.corpus import HELD_OUT, read_held_out
 
 LONGEST_PROMPT = 4096
 """Bytes of a user's file that are read, from its end: ingestion goes token by token in plain torch."""

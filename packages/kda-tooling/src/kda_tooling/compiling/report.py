@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from kda_tooling.code_rules import Inspection
-from kda_tooling.code_stats import CodeStats
-from kda_tooling.compile_specs import SPECS, Selection
+from kda_tooling.compiling.rules import Inspection
+from kda_tooling.compiling.specs import SPECS, Selection
+from kda_tooling.compiling.stats import CodeStats
 from kda_tooling.cores import usable_cores
 
 
@@ -22,7 +22,7 @@ class CompiledKernel:
 
     Args:
         target: "sm90", ...
-        kernel: one of `kda_tooling.compile_specs.KERNELS`.
+        kernel: one of `kda_tooling.compiling.specs.KERNELS`.
         config: name of the configuration.
         stats: figures of the machine code.
         inspection: what the code writes and what it reads before the PDL wait; None where there is no PTX to read.
@@ -36,7 +36,7 @@ class CompiledKernel:
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Rules of `kda_tooling.code_rules` that the code breaks, a sentence each."""
+        """Rules of `kda_tooling.compiling.rules` that the code breaks, a sentence each."""
         return self.inspection.broken if self.inspection else ()
 
 
@@ -54,8 +54,8 @@ class JobResult:
 def _compile_job(target: str, index: int) -> JobResult:
     """Runs in a worker, which imports Triton without the interpreter. ``index`` counts the target's specs."""
     from kda_kernels.aot import capture
-    from kda_tooling.code_rules import inspect
-    from kda_tooling.code_stats import code_stats
+    from kda_tooling.compiling.rules import inspect
+    from kda_tooling.compiling.stats import code_stats
 
     spec, start = SPECS[target][index], time.perf_counter()
     try:
@@ -93,7 +93,7 @@ def compile_all(
 ) -> list[JobResult]:
     """Compile what ``selection`` asks for in ``jobs`` processes (None: one per core).
 
-    Results come in the order of `kda_tooling.compile_specs.SPECS`; ``on_start`` gets the number of configurations,
+    Results come in the order of `kda_tooling.compiling.specs.SPECS`; ``on_start`` gets the number of configurations,
     ``on_done`` each result as it arrives.
     """
     order = selection.specs()

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kda_kernels.aot import CompiledVariant
-from kda_tooling.code_stats import sass_of, sass_opcodes
-from kda_tooling.ptx_flow import MemoryFlow, memory_flow
+from kda_tooling.compiling.ptx_flow import MemoryFlow, memory_flow
+from kda_tooling.compiling.stats import sass_of, sass_opcodes
 
 RING_BUFFERS = frozenset({"raw_v", "raw_k", "ring_g", "ring_beta"})
 SNAPSHOT_BUFFERS = frozenset({"snapshots"})

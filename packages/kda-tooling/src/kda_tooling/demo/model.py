@@ -2,7 +2,7 @@
 
 The dense parts are methods over rows (``[rows, width]``), apart from the recurrence: training feeds them all tokens
 at once, decoding feeds them a fixed number of rows, and between them stands either the differentiable chunked form
-(:mod:`kda_tooling.chunked`) or the verify kernels.
+(:mod:`kda_tooling.demo.chunked`) or the verify kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kda_kernels import CONV_WIDTH
-from kda_tooling.chunked import chunked_kda
+from kda_tooling.demo.chunked import chunked_kda
 
 MAX_ASSET_BYTES = 2 * 1024 * 1024
 FP32_PARAMETERS = ("A_log", "dt_bias")

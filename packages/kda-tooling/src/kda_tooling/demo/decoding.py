@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kda_backend import REFERENCE_LANE, StatePool, lane_mode
 from kda_kernels import KdaShape, LayerParams
-from kda_tooling.corpus import DOCUMENT_START
-from kda_tooling.drafting import PromptLookupDrafter, accepted_length
-from kda_tooling.model import KdaLanguageModel, KdaMixer, Mlp
+from kda_tooling.demo.corpus import DOCUMENT_START
+from kda_tooling.demo.drafting import PromptLookupDrafter, accepted_length
+from kda_tooling.demo.model import KdaLanguageModel, KdaMixer, Mlp
 
 ACTIVATION_DTYPE = torch.bfloat16
 PLAIN_LANE = "unfused"

@@ -21,11 +21,11 @@ import triton
 
 from kda_kernels import Ring, Snapshots
 from kda_kernels.interpreter import is_interpreted
-from kda_tooling import interpreter_memo
 from kda_tooling.cores import usable_cores
-from kda_tooling.decoding import ACTIVATION_DTYPE, PLAIN_LANE, Decoded, Decoder, RequestState, ingest, kda_shape
-from kda_tooling.model import load_model
-from kda_tooling.prompts import Prompt
+from kda_tooling.demo import interpreter_memo
+from kda_tooling.demo.decoding import ACTIVATION_DTYPE, PLAIN_LANE, Decoded, Decoder, RequestState, ingest, kda_shape
+from kda_tooling.demo.model import load_model
+from kda_tooling.demo.prompts import Prompt
 
 Progress = Callable[[str, int], None]
 """Called with a run's name and the bytes that it has emitted over all prompts."""

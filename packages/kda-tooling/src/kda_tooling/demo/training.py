@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from kda_tooling.corpus import DOCUMENT_START, Corpus, load_corpus
-from kda_tooling.model import KdaLanguageModel, ModelConfig, save_model, shipped_tensors
-from kda_tooling.ngram import ByteTrigram
+from kda_tooling.demo.corpus import DOCUMENT_START, Corpus, load_corpus
+from kda_tooling.demo.model import KdaLanguageModel, ModelConfig, save_model, shipped_tensors
+from kda_tooling.demo.ngram import ByteTrigram
 
 WEIGHTS_NAME = "demo_model.safetensors"
 EVAL_WINDOW = 2048

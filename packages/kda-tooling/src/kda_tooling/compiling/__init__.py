@@ -1,0 +1,1 @@
+"""Compiling every kernel ahead of time: what is compiled, its figures, rules and budget."""

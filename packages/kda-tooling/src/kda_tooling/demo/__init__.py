@@ -1,0 +1,1 @@
+"""The demo: a small real model, its training, and decoding with and without speculation."""
