@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, with sizes small enough for the interpreter."""
+"""The README's code runs as it stands, with sizes small enough for the interpreter; it names every command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from kda_kernels import KdaShape, LayerParams
+from kda_tooling.cli import app
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.+?)^```", README, flags=re.MULTILINE | re.DOTALL)
@@ -51,3 +53,13 @@ def test_examples_run(device: str) -> None:
             example = example.replace(size, smaller)
         exec(compile(example.replace('device="cuda"', f'device="{device}"'), "README.md", "exec"), names)
         assert names["out"].shape == (tokens, SHAPE.num_v_heads, SHAPE.head_v_dim)
+
+
+def test_every_subcommand_is_named() -> None:
+    command = typer.main.get_command(app)
+    subcommands = set(command.commands)  # type: ignore[attr-defined]
+    assert len(subcommands) > 5
+    named = set(re.findall(r"^\| `kda ([\w-]+)` \|", README, flags=re.MULTILINE))
+    assert named == subcommands
+    changelog = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+    assert subcommands <= set(re.findall(r"`kda ([\w-]+)`", changelog))
