@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,6 +188,17 @@ def test_swept_configurations_keep_their_tile_in_registers() -> None:
     assert {config.block_v for config in launch_configs(KdaShape(1, 1, 64, 64))} == {8, 16, 32, 64}
 
 
+def test_on_nvidia_the_layouts_of_its_own_kernel_are_swept_too() -> None:
+    shape = KdaShape(8, 8)
+    portable, every = launch_configs(shape), launch_configs(shape, nvidia=True)
+    assert portable == [config for config in every if config.rows_per_thread is None]
+    assert LaunchConfig(32, 4, rows_per_thread=2) in every
+    assert {config.rows_per_thread for config in every} == {None, 1, 2, 4}
+    names = [arm.name for arm in our_arms(shape, ("fused+ring",), sweep_configs=True, nvidia=True)]
+    assert "kda fused+ring bv32.w4.r2" in names
+    assert len(set(names)) == len(names) == len(every) + 1
+
+
 def test_an_unknown_lane_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one of unfused, .*; got 'chunked'"):
         our_arms(TINY, ("chunked",), sweep_configs=False)
@@ -276,16 +286,19 @@ def test_a_sweep_visits_every_cell_and_can_be_stored(
     assert load_results(tmp_path / "sweep.json") == result
 
 
-def test_every_variant_that_may_differ_is_compiled_once() -> None:
-    settings = SweepSettings(batch_sizes=(4, 16, 64), draft_tokens=(3, 8))
-    jobs = warmup.compile_jobs(settings, {3: ["kda", "kda", "sglang"], 8: ["kda", "kda", "sglang", "sglang"]})
+def test_every_variant_that_may_differ_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def default(shape: KdaShape, batch: int, draft_tokens: int, device: torch.device) -> LaunchConfig:
+        return LaunchConfig(32 if batch < 16 else 64)
+
+    monkeypatch.setattr(warmup, "default_verify_config", default)
+    settings = SweepSettings(batch_sizes=(4, 8, 16, 64), draft_tokens=(3, 8))
+    ours, swept = our_arms(settings.shape, ("fused+ring",), sweep_configs=True)[:2]
+    peer = dataclasses.replace(ours, owner="sglang")
+    jobs = warmup.compile_jobs(settings, {3: [ours, swept, peer], 8: [ours, swept]}, device="cpu")
     assert len(set(jobs)) == len(jobs)
-    # Ours at the smallest batch only; a peer's at each.
-    assert Counter((t, index) for t, _, index in jobs) == {
-        (3, 0): 1, (3, 1): 1, (3, 2): 3, (8, 0): 1, (8, 1): 1, (8, 2): 3, (8, 3): 3,
-    }  # fmt: skip
-    assert {batch for _, batch, index in jobs if index < 2} == {4}
-    assert {batch for _, batch, index in jobs if index >= 2} == {4, 16, 64}
+    found = {key: {b for t, b, index in jobs if (t, index) == key} for key in dict.fromkeys((t, i) for t, _, i in jobs)}
+    # Ours where the default configuration changes, a named one once, a peer's at each batch size.
+    assert found == {(3, 0): {4, 16}, (3, 1): {4}, (3, 2): {4, 8, 16, 64}, (8, 0): {4, 16}, (8, 1): {4}}
 
 
 @pytest.mark.parametrize("failing", [None, 1])

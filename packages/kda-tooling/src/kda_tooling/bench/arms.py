@@ -13,7 +13,7 @@ import torch
 
 from kda_backend import LANES, commit_layers, lane_mode
 from kda_kernels import KdaShape, LaunchConfig, verify_fused, verify_unfused
-from kda_kernels.shapes import SUPPORTED_BLOCK_V, SUPPORTED_NUM_WARPS
+from kda_kernels.shapes import SUPPORTED_BLOCK_V, SUPPORTED_NUM_WARPS, SUPPORTED_ROWS_PER_THREAD
 from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems, VerifyProblem
 
@@ -33,6 +33,7 @@ class Arm:
         mode: "ring" or "snapshots": what the arm records and commits.
         verify: runs one layer's verify; returns [B*T, HV, V].
         commit: commits all layers of ``problems`` in place.
+        config: launch configuration of verify; None for the kernels' own choice, and for a peer.
     """
 
     name: str
@@ -41,16 +42,30 @@ class Arm:
     mode: str
     verify: Callable[[VerifyProblem], torch.Tensor]
     commit: Callable[[Problems, torch.Tensor], None]
+    config: LaunchConfig | None = None
 
 
-def launch_configs(shape: KdaShape) -> list[LaunchConfig]:
-    """Every launch configuration that can be named for ``shape`` and keeps its state tile in registers."""
+def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
+    """Every tile, warp count and layout that can be named for ``shape`` and keeps its state tile in registers.
+
+    ``nvidia``: with the layouts of verify's Gluon kernel. ``max_registers`` is left to the compiler.
+    """
     return [
-        LaunchConfig(block_v=block_v, num_warps=warps)
+        LaunchConfig(block_v=block_v, num_warps=warps, rows_per_thread=rows)
+        for rows in (None, *(SUPPORTED_ROWS_PER_THREAD if nvidia else ()))
         for block_v in SUPPORTED_BLOCK_V
         for warps in SUPPORTED_NUM_WARPS
         if block_v <= shape.head_v_dim and block_v * shape.head_k_dim // (32 * warps) <= MAX_STATE_REGISTERS
+        if rows is None or block_v % (4 * warps * rows) == 0
     ]
+
+
+def _suffix(config: LaunchConfig | None) -> str:
+    """What tells a swept arm's name from the default's."""
+    if config is None:
+        return ""
+    rows = "" if config.rows_per_thread is None else f".r{config.rows_per_thread}"
+    return f" bv{config.block_v}.w{config.num_warps}{rows}"
 
 
 def _verify(lane: str, config: LaunchConfig | None) -> Callable[[VerifyProblem], torch.Tensor]:
@@ -76,7 +91,7 @@ def _commit(mode: str) -> Callable[[Problems, torch.Tensor], None]:
     return run
 
 
-def our_arms(shape: KdaShape, lanes: Iterable[str], sweep_configs: bool) -> list[Arm]:
+def our_arms(shape: KdaShape, lanes: Iterable[str], sweep_configs: bool, nvidia: bool = False) -> list[Arm]:
     """Our lanes, in the default configuration or (fused lanes) in every one."""
     arms = []
     for lane in lanes:
@@ -85,10 +100,10 @@ def our_arms(shape: KdaShape, lanes: Iterable[str], sweep_configs: bool) -> list
         mode = lane_mode(lane)
         configs: list[LaunchConfig | None] = [None]
         if sweep_configs and lane.startswith("fused"):
-            configs += launch_configs(shape)
+            configs += launch_configs(shape, nvidia)
         for config in configs:
-            suffix = f" bv{config.block_v}.w{config.num_warps}" if config else ""
-            arms.append(Arm(f"{OURS} {lane}{suffix}", OURS, lane, mode, _verify(lane, config), _commit(mode)))
+            name = f"{OURS} {lane}{_suffix(config)}"
+            arms.append(Arm(name, OURS, lane, mode, _verify(lane, config), _commit(mode), config))
     return arms
 
 

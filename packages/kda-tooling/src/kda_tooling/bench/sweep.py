@@ -32,7 +32,8 @@ HOT_ROUNDS = 16
 
 def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer]) -> list[Arm]:
     """The arms of a cell, ours first."""
-    arms = our_arms(settings.shape, settings.lanes, settings.sweep_configs)
+    nvidia = problem.slots.device.type == "cuda" and torch.version.hip is None
+    arms = our_arms(settings.shape, settings.lanes, settings.sweep_configs, nvidia)
     for peer in peers:
         arms += peer_arms(peer, problem)
     return arms

@@ -6,7 +6,11 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from kda_tooling.bench.arms import OURS
+import torch
+
+from kda_kernels import LaunchConfig
+from kda_kernels.defaults import default_verify_config
+from kda_tooling.bench.arms import OURS, Arm
 from kda_tooling.bench.settings import SweepSettings
 from kda_tooling.cores import usable_cores
 
@@ -16,8 +20,6 @@ MAX_WORKERS = 16
 
 def _compile_arm(settings: SweepSettings, draft_tokens: int, batch: int, index: int) -> str:
     """Run arm ``index`` of a cell once, on one layer; returns its name."""
-    import torch
-
     from kda_tooling.bench.sweep import build_arms, build_problems
     from kda_tooling.peers import load_peer
 
@@ -32,17 +34,27 @@ def _compile_arm(settings: SweepSettings, draft_tokens: int, batch: int, index: 
     return arm.name
 
 
-def compile_jobs(settings: SweepSettings, arm_owners: dict[int, list[str]]) -> list[tuple[int, int, int]]:
+def compile_jobs(
+    settings: SweepSettings, arms: dict[int, list[Arm]], device: str = "cuda"
+) -> list[tuple[int, int, int]]:
     """(T, B, arm index) of every compilation that may differ.
 
-    ``arm_owners``: T -> owner of each arm. Our kernels never specialise on the batch size, so the smallest one stands
-    for all; a peer's may, so each batch size is compiled.
+    ``arms``: T -> the arms of its cells. Our kernels never specialise on the batch size, but their default
+    configuration goes by it: one batch size stands for all those with the same one. A peer's may, so each is compiled.
     """
+    where = torch.device(device)
+    batches = sorted(settings.batch_sizes)
     jobs = []
-    for draft_tokens, owners in arm_owners.items():
-        for index, owner in enumerate(owners):
-            batches = [min(settings.batch_sizes)] if owner == OURS else list(settings.batch_sizes)
-            jobs += [(draft_tokens, batch, index) for batch in batches]
+    for draft_tokens, cell in arms.items():
+        smallest: dict[LaunchConfig, int] = {}
+        for batch in batches:
+            smallest.setdefault(default_verify_config(settings.shape, batch, draft_tokens, where), batch)
+        for index, arm in enumerate(cell):
+            if arm.owner != OURS:
+                chosen = batches
+            else:
+                chosen = batches[:1] if arm.config is not None else list(smallest.values())
+            jobs += [(draft_tokens, batch, index) for batch in chosen]
     return jobs
 
 

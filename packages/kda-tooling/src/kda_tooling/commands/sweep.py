@@ -153,11 +153,11 @@ def _measure(settings: SweepSettings) -> SweepResult:
         raise typer.BadParameter(str(error)) from None
     console = Console(stderr=True)
     peers = [load_peer(spec) for spec in settings.peers]
-    owners = {
-        t: [arm.owner for arm in build_arms(settings, build_problems(settings, t, 1, 1, "cuda").layers[0], peers)]
+    arms = {
+        t: build_arms(settings, build_problems(settings, t, 1, 1, "cuda").layers[0], peers)
         for t in settings.draft_tokens
     }
-    jobs = compile_jobs(settings, owners)
+    jobs = compile_jobs(settings, arms)
     started = time.monotonic()
     with Progress(console=console) as progress:
         task = progress.add_task(f"compiling {len(jobs)} variants", total=len(jobs))
