@@ -34,6 +34,7 @@ from tests.support.bits import as_bits, assert_same_bits
 from tests.support.cases import Case, make_problem
 from tests.support.malformed import Arguments, broken_arguments, grouped
 from tests.support.marks import interpreter_only
+from tests.support.ops import RING
 
 CASE = Case(B=2, T=2, H=1, HV=2, K=64, lower_bound=-5.0)
 EXAMPLES = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -178,7 +179,7 @@ def test_verify_refuses_or_is_right(op: Callable[..., Any], broken: tuple[tuple[
 
 
 def fold_arguments() -> Arguments:
-    layers = {name: verified(verify_reference)[f"ring.{name}"][None] for name in ("raw_v", "raw_k", "g", "beta")}
+    layers = {name: verified(verify_reference)[f"ring.{name}"][None] for name in RING}
     return Arguments({
         "ssm_state": VERIFY["state.ssm_state"][None],
         **{f"ring.{name}": x for name, x in layers.items()},

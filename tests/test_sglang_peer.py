@@ -16,8 +16,8 @@ from kda_tooling.peers import load_peer
 from kda_tooling.peers.sglang import SglangPeer
 from kda_tooling.problem import VerifyProblem, random_problems
 from tests.support.bits import as_bits
+from tests.support.ops import RING
 
-RING_FIELDS = ("raw_v", "raw_k", "g", "beta")
 SGLANG = Path(os.environ.get("KDA_SGLANG", Path(__file__).parents[1] / "peer"))
 needs_sglang = pytest.mark.skipif(
     not (SGLANG / "sglang").is_dir(), reason=f"no SGLang at {SGLANG}: unpack its wheel there or set KDA_SGLANG"
@@ -41,13 +41,13 @@ def _peer() -> SglangPeer:
 
 def _record(problem: VerifyProblem) -> dict[str, torch.Tensor]:
     assert problem.ring is not None
-    found = {f"ring.{name}": getattr(problem.ring, name).clone() for name in RING_FIELDS}
+    found = {f"ring.{name}": getattr(problem.ring, name).clone() for name in RING}
     return found | {"conv_window": problem.state.conv_window.clone()}
 
 
 def _poison(problem: VerifyProblem) -> None:
     assert problem.ring is not None
-    for name in RING_FIELDS:
+    for name in RING:
         getattr(problem.ring, name).fill_(3.0)
     problem.state.conv_window.fill_(7.0)
 
