@@ -78,17 +78,18 @@ class StatePool:
         sizes = {
             "num_layers": num_layers, "num_slots": num_slots, "max_batch": max_batch, "draft_tokens": draft_tokens,
         }  # fmt: skip
+        if not isinstance(shape, KdaShape):
+            raise TypeError(f"shape must be a KdaShape, got {type(shape).__name__}")
         for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            _check_int(name, value, 1)
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {dtype}")
         if ring_length is not None and mode != "ring":
             raise ValueError(f"ring_length goes with mode='ring', got ring_length={ring_length} with mode={mode!r}")
+        if ring_length is not None:
+            _check_int("ring_length", ring_length, 1)
         length = draft_tokens if ring_length is None else ring_length
         if length < draft_tokens:
             raise ValueError(
@@ -163,37 +164,54 @@ class StatePool:
             ssm_state: [layers, HV, V, K] fp32.
 
         Raises:
-            ValueError: the slot is not in the pool, or a tensor's shape or dtype differs; the pool is unchanged.
+            RuntimeError: a round is open, whose commit would fold its drafts onto the new state; see `abandon`.
+            ValueError: the slot is not in the pool, or a tensor's shape or dtype differs.
+            TypeError: the slot is not an int, or a state is not a tensor.
+
+        The pool is unchanged by a refused call.
         """
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"slot must be within 0..{self.num_slots - 1}, got {slot}")
+        if self._round is not None:
+            raise RuntimeError("load_slot needs the round to be over: commit it, or abandon() it")
+        _check_int("slot", slot, 0, self.num_slots - 1)
         pairs = (("conv_state", conv_state, self.conv_state), ("ssm_state", ssm_state, self.ssm_state))
         for name, given, own in pairs:
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(f"{name} must be a Tensor, got {type(given).__name__}")
             wanted = [self.num_layers, *own.shape[2:]]
             if list(given.shape) != wanted:
                 raise ValueError(f"{name} must have shape {wanted}, got {list(given.shape)}")
             if given.dtype != own.dtype:
                 raise ValueError(f"{name} must be {own.dtype}, got {given.dtype}")
-        for _, given, own in pairs:
-            own[:, slot] = given.to(self.device)
+        moved = [given.detach().to(self.device) for _, given, _ in pairs]
+        for (_, _, own), given in zip(pairs, moved, strict=True):
+            own[:, slot] = given
 
     def begin(self, slots: torch.Tensor, draft_tokens: int) -> None:
         """Start a round: the slot of each batch position, and the tokens that each request verifies.
 
         Args:
-            slots: [B] int32 or int64 on the pool's device, -1 for padding; B <= max_batch.
+            slots: [B] int32 or int64 on the pool's device, -1 for padding; B <= max_batch. Kept, not copied (a CUDA
+                graph replays on it): do not change it before `commit`.
             draft_tokens: 1..``self.draft_tokens``, the root included.
 
         Raises:
+            TypeError: ``slots`` is not a tensor, or ``draft_tokens`` not an int.
             ValueError: the batch or the drafts are larger than the pool's, or ``slots`` is not an index vector.
+
+        An open round is dropped; nothing of it was committed.
         """
-        if not isinstance(slots, torch.Tensor) or slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64):
-            raise ValueError("slots must be a 1-D int32 or int64 tensor")
+        if not isinstance(slots, torch.Tensor):
+            raise TypeError(f"slots must be a Tensor, got {type(slots).__name__}")
+        if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"slots must be a 1-D int32 or int64 tensor, got {slots.dtype} of {list(slots.shape)}")
         if slots.shape[0] > self.max_batch:
             raise ValueError(f"slots must have at most max_batch={self.max_batch} entries, got {slots.shape[0]}")
-        if not 1 <= draft_tokens <= self.draft_tokens:
-            raise ValueError(f"draft_tokens must be within 1..{self.draft_tokens}, got {draft_tokens}")
+        _check_int("draft_tokens", draft_tokens, 1, self.draft_tokens)
         self._round = _Round(slots, draft_tokens)
+
+    def abandon(self) -> None:
+        """Drop the open round, if any: state stays as it was before `begin`."""
+        self._round = None
 
     def verify(
         self,
@@ -225,10 +243,9 @@ class StatePool:
             ValueError: the lane does not fit the pool's mode, or the kernels refuse an argument.
         """
         current = self._current_round()
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer must be within 0..{self.num_layers - 1}, got {layer}")
-        if lane != REFERENCE_LANE and lane_mode(lane) != self.mode:
-            fitting = [name for name in LANES if lane_mode(name) == self.mode]
+        _check_int("layer", layer, 0, self.num_layers - 1)
+        fitting = [name for name in LANES if lane_mode(name) == self.mode] + [REFERENCE_LANE]
+        if lane not in fitting:
             raise ValueError(f"lane must be one of {fitting} in a pool of mode {self.mode!r}, got {lane!r}")
         state, record = self._layers[layer]
         result = _VERIFY[lane](
@@ -256,22 +273,30 @@ class StatePool:
             track_slots, track_steps: [B] a second slot that receives the state after a step; see `kda_kernels.fold`.
 
         Raises:
-            RuntimeError: no round was begun, or a layer was not verified in it (its record would be a stale one).
-            ValueError: the kernels refuse an argument; the pool is unchanged.
+            RuntimeError: no round was begun; a layer was not verified in it (its record would be a stale one); or the
+                slots given to `begin` were changed since.
+            ValueError: the kernels refuse an argument.
+
+        A refused call leaves the pool unchanged and the round open. Once kernels are launched the round is over, also
+        if that fails midway: folding twice would be worse than not at all.
         """
         current = self._current_round()
         missing = sorted(set(range(self.num_layers)) - current.verified)
         if missing:
             raise RuntimeError(f"commit needs every layer verified in this round; layers {missing} were not")
+        if current.slots._version != current.version:
+            raise RuntimeError("slots were changed in place since begin(): the records belong to the old ones")
         commit_layers(
             self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
             draft_tokens=current.draft_tokens, track_slots=track_slots, track_steps=track_steps,
-            errors=self.errors, uncounted=self._uncounted, reference=current.reference,
+            errors=self.errors, uncounted=self._uncounted, reference=current.reference, on_launch=self.abandon,
         )  # fmt: skip
-        self._round = None
 
     def error_summary(self) -> str | None:
-        """What the device has counted so far (see `kda_kernels.ErrorKind`), or None. Waits for the device."""
+        """What the device has counted so far (see `kda_kernels.ErrorKind`), or None. Waits for the device.
+
+        A faulty row is counted by the round's verify (on layer 0) and again by its commit.
+        """
         return describe_errors(self.errors)
 
     def _current_round(self) -> _Round:
@@ -284,6 +309,14 @@ class _Round:
     """Slots and draft tokens of the round under way, and the layers verified so far."""
 
     def __init__(self, slots: torch.Tensor, draft_tokens: int) -> None:
-        self.slots, self.draft_tokens = slots, draft_tokens
+        self.slots, self.draft_tokens, self.version = slots, draft_tokens, slots._version
         self.verified: set[int] = set()
         self.reference = False
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"within {low}..{high}"
+        raise ValueError(f"{name} must be {allowed}, got {value}")

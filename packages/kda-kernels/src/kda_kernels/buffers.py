@@ -1,14 +1,14 @@
 """The tensors that verify and commit work on, grouped: layer parameters, slot state, ring, snapshots.
 
 Layouts are those of SGLang 0.5.x, byte for byte, so that a ring or state of either side can be read by the other.
-Every class here is a frozen group of tensors; `allocate` builds the right layout, `layer(i)` slices one layer off a
-group that was allocated with a leading [layers] dimension.
+Every class here is a frozen group of tensors, compared by identity. Of those that a pool holds, `allocate` builds the
+right layout, and `layer(i)` slices one layer off a group that was allocated with a leading [layers] dimension.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -18,8 +18,21 @@ from kda_kernels.shapes import CONV_WIDTH, KdaShape
 class TensorGroup:
     """Shared behaviour of the frozen tensor groups below."""
 
+    _layered_ndim: ClassVar[int]
+    """Dimensions of the first tensor in a group with a leading [layers]."""
+
     def layer(self, index: int) -> Self:
-        """The views of layer ``index`` of a group whose tensors have a leading [layers] dimension."""
+        """The views of layer ``index`` of a group whose tensors have a leading [layers] dimension.
+
+        Raises:
+            ValueError: the group has no such dimension.
+        """
+        first = self._tensors()[0]
+        if first.ndim != self._layered_ndim:
+            raise ValueError(
+                f"layer() needs tensors with a leading [layers], got shape {list(first.shape)}: "
+                "allocate with num_layers, or use the group as it is"
+            )
         return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})  # type: ignore[arg-type]
 
     @property
@@ -35,7 +48,7 @@ def _lead(num_layers: int | None) -> tuple[int, ...]:
     return () if num_layers is None else (num_layers,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerParams:
     """Parameters of one KDA layer.
 
@@ -61,7 +74,7 @@ class LayerParams:
         return shape.head_k_dim**-0.5 if self.scale is None else self.scale
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerState(TensorGroup):
     """Per-slot state of one layer and the conv windows that verify writes.
 
@@ -72,6 +85,7 @@ class LayerState(TensorGroup):
             positions, not slots; ``steps`` is at least the number of draft tokens.
     """
 
+    _layered_ndim: ClassVar[int] = 4
     conv_state: torch.Tensor
     ssm_state: torch.Tensor
     conv_window: torch.Tensor
@@ -98,7 +112,7 @@ class LayerState(TensorGroup):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ring(TensorGroup):
     """ReplaySSM ring: each draft token's raw inputs, from which `fold` replays the accepted prefix.
 
@@ -112,6 +126,7 @@ class Ring(TensorGroup):
         beta: [slots, HV, L] fp32, ``sigmoid(b)``.
     """
 
+    _layered_ndim: ClassVar[int] = 5
     raw_v: torch.Tensor
     raw_k: torch.Tensor
     g: torch.Tensor
@@ -144,7 +159,7 @@ class Ring(TensorGroup):
         return self.beta.shape[-1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshots(TensorGroup):
     """State snapshots: the whole recurrent state after every draft token.
 
@@ -152,6 +167,7 @@ class Snapshots(TensorGroup):
         states: [rows, steps, HV, V, K] fp32; rows are batch positions, not slots. The row pitch is free.
     """
 
+    _layered_ndim: ClassVar[int] = 6
     states: torch.Tensor
 
     @classmethod

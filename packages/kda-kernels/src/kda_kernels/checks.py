@@ -6,90 +6,27 @@ allowed. Values of index tensors are looked at only where that costs no device s
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator
-
 import torch
 
 from kda_kernels._launch import current_target, device_reason, pdl_reason
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
-from kda_kernels.errors import ErrorKind
+from kda_kernels.checking import (
+    INDEX_DTYPES,
+    disjoint_reason,
+    dtype_name,
+    errors_reason,
+    index_reason,
+    overlap_reason,
+    pitch_reason,
+    same_memory_reason,
+    tensor_reason,
+    typed,
+    typed_number,
+)
 from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, KdaShape, LaunchConfig
 
-_host_value_checks = True
-
-
-@contextlib.contextmanager
-def host_checks(enabled: bool) -> Iterator[None]:
-    """Switch the host-side checks of index *values* on or off, so that a CPU test can meet them on the device."""
-    global _host_value_checks
-    before, _host_value_checks = _host_value_checks, enabled
-    try:
-        yield
-    finally:
-        _host_value_checks = before
-
-
-def _typed(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-
-
-def _tensor_reason(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    packed: int | None = None,
-) -> str | None:
-    """Check shape (None = any size), dtype, device and that the last ``packed`` dimensions are contiguous."""
-    _typed(name, tensor, torch.Tensor)
-    given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(w is not None and g != w for g, w in zip(given, shape, strict=True)):
-        wanted = ", ".join("*" if w is None else str(w) for w in shape)
-        return f"{name} must have shape [{wanted}], got {list(given)}"
-    if tensor.dtype not in dtypes:
-        allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        return f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}"
-    if tensor.device != device:
-        return f"{name} must be on {device} like mixed_qkv or the state, got {tensor.device}"
-    expected = 1
-    for dim in reversed(range(len(given) - (len(given) if packed is None else packed), len(given))):
-        if given[dim] > 1 and tensor.stride(dim) != expected:
-            return (
-                f"{name} must be packed in its last {packed or len(given)} dimension(s), got strides "
-                f"{tensor.stride()}: pass a contiguous copy"
-            )
-        expected *= given[dim]
-    return None
-
-
-def _pitch_reason(name: str, tensor: torch.Tensor, lead: int) -> str | None:
-    """Refuse a written buffer whose entries overlap: each of the ``lead`` outer strides must clear the inner."""
-    extent = math.prod(tensor.shape[lead:])
-    for dim in reversed(range(lead)):
-        if tensor.shape[dim] > 1 and tensor.stride(dim) < extent:
-            return (
-                f"{name} must not overlap itself: dimension {dim} has stride {tensor.stride(dim)}, an entry takes "
-                f"{extent} elements"
-            )
-        extent = max(extent, tensor.stride(dim) * tensor.shape[dim])
-    return None
-
-
-def _index_reason(
-    name: str, index: torch.Tensor, batch: int | None, device: torch.device, low: int, high: int
-) -> str | None:
-    reason = _tensor_reason(name, index, (batch,), (torch.int32, torch.int64), device, packed=1)
-    if reason or not _host_value_checks or index.device.type != "cpu" or index.numel() == 0:
-        return reason
-    smallest, largest = int(index.min()), int(index.max())
-    if smallest < low or largest > high:
-        worst = smallest if smallest < low else largest
-        return f"{name} must be within {low}..{high}, got {worst}"
-    return None
+SCATTER_DTYPES = (*ACTIVATION_DTYPES, torch.float32)
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def ring_reason(
@@ -105,48 +42,46 @@ def ring_reason(
     if length < 1:
         return f"ring.beta must have at least 1 record per slot, got shape {list(ring.beta.shape)}"
     return (
-        _tensor_reason("ring.raw_v", ring.raw_v, (*lead, hv, length, v), (dtype,), device, packed=3)
-        or _tensor_reason("ring.raw_k", ring.raw_k, (*lead, h, length, k), (dtype,), device, packed=3)
-        or _tensor_reason("ring.g", ring.g, (*lead, hv, length, k), (torch.float32,), device, packed=3)
-        or _tensor_reason("ring.beta", ring.beta, (*lead, hv, length), (torch.float32,), device, packed=2)
+        tensor_reason("ring.raw_v", ring.raw_v, (*lead, hv, length, v), (dtype,), device, packed=3)
+        or tensor_reason("ring.raw_k", ring.raw_k, (*lead, h, length, k), (dtype,), device, packed=3)
+        or tensor_reason("ring.g", ring.g, (*lead, hv, length, k), (torch.float32,), device, packed=3)
+        or tensor_reason("ring.beta", ring.beta, (*lead, hv, length), (torch.float32,), device, packed=2)
     )
 
 
 def _ring_pitch_reason(ring: Ring) -> str | None:
     """Verify writes the ring: its slots must not overlap. (Fold only reads it.)"""
     for name in ("raw_v", "raw_k", "g", "beta"):
-        if reason := _pitch_reason(f"ring.{name}", getattr(ring, name), 1):
+        if reason := pitch_reason(f"ring.{name}", getattr(ring, name), 1):
             return reason
     return None
 
 
 def _params_reason(params: LayerParams, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    _typed("params", params, LayerParams)
+    typed("params", params, LayerParams)
     weight_dtypes = (dtype, torch.float32)
     d, hv, k = shape.conv_dim, shape.num_v_heads, shape.head_k_dim
     reason = (
-        _tensor_reason("params.conv_weight", params.conv_weight, (d, CONV_WIDTH), weight_dtypes, device, packed=2)
-        or _tensor_reason("params.A_log", params.A_log, (hv,), (torch.float32,), device, packed=1)
-        or _tensor_reason("params.dt_bias", params.dt_bias, (hv * k,), (torch.float32,), device, packed=1)
+        tensor_reason("params.conv_weight", params.conv_weight, (d, CONV_WIDTH), weight_dtypes, device, packed=2)
+        or tensor_reason("params.A_log", params.A_log, (hv,), (torch.float32,), device, packed=1)
+        or tensor_reason("params.dt_bias", params.dt_bias, (hv * k,), (torch.float32,), device, packed=1)
     )
     if reason is None and params.conv_bias is not None:
-        reason = _tensor_reason(
+        reason = tensor_reason(
             "params.conv_bias", params.conv_bias, (d,), (params.conv_weight.dtype,), device, packed=1
         )
     if reason is None and params.lower_bound is not None:
-        if not isinstance(params.lower_bound, (int, float)):
-            raise TypeError(f"params.lower_bound must be a float or None, got {type(params.lower_bound).__name__}")
-        if not params.lower_bound < 0:
-            reason = f"params.lower_bound must be below 0 (or None for the standard gate), got {params.lower_bound}"
-    if params.scale is not None and not isinstance(params.scale, (int, float)):
-        raise TypeError(f"params.scale must be a float or None, got {type(params.scale).__name__}")
+        typed_number("params.lower_bound", params.lower_bound)
+        if not -FLOAT32_MAX <= params.lower_bound < 0:
+            reason = (
+                "params.lower_bound must be a finite number below 0 (or None for the standard gate), "
+                f"got {params.lower_bound}"
+            )
+    if reason is None and params.scale is not None:
+        typed_number("params.scale", params.scale)
+        if not abs(params.scale) <= FLOAT32_MAX:
+            reason = f"params.scale must be a finite number, or None for K ** -0.5, got {params.scale}"
     return reason
-
-
-def _errors_reason(errors: torch.Tensor | None, device: torch.device) -> str | None:
-    if errors is None:
-        return None
-    return _tensor_reason("errors", errors, (len(ErrorKind),), (torch.int32,), device, packed=1)
 
 
 def verify_reason(
@@ -178,11 +113,11 @@ def verify_reason(
         ("mixed_qkv", mixed_qkv, torch.Tensor), ("shape", shape, KdaShape), ("state", state, LayerState),
         ("slots", slots, torch.Tensor), ("draft_tokens", draft_tokens, int),
     ):  # fmt: skip
-        _typed(name, value, kind)
+        typed(name, value, kind)
     if not isinstance(record, (Ring, Snapshots)):
         raise TypeError(f"record must be a Ring or Snapshots, got {type(record).__name__}")
     if config is not None:
-        _typed("config", config, LaunchConfig)
+        typed("config", config, LaunchConfig)
     device, dtype = mixed_qkv.device, mixed_qkv.dtype
     if draft_tokens < 1:
         return f"draft_tokens must be at least 1, got {draft_tokens}"
@@ -193,13 +128,13 @@ def verify_reason(
     activation = (dtype,)
     reason = (
         (device_reason(device) if needs_kernels else None)
-        or _tensor_reason("mixed_qkv", mixed_qkv, (tokens, d), ACTIVATION_DTYPES, device, packed=1)
-        or _tensor_reason("a", a, (tokens, hv * k), activation, device, packed=1)
-        or _tensor_reason("b", b, (tokens, hv), activation, device, packed=1)
+        or tensor_reason("mixed_qkv", mixed_qkv, (tokens, d), ACTIVATION_DTYPES, device, packed=1)
+        or tensor_reason("a", a, (tokens, hv * k), activation, device, packed=1)
+        or tensor_reason("b", b, (tokens, hv), activation, device, packed=1)
         or _params_reason(params, shape, dtype, device)
-        or _tensor_reason("state.conv_state", state.conv_state, (None, CONV_WIDTH - 1, d), activation, device, packed=2)
-        or _tensor_reason("state.ssm_state", state.ssm_state, (None, hv, v, k), (torch.float32,), device, packed=3)
-        or _tensor_reason(
+        or tensor_reason("state.conv_state", state.conv_state, (None, CONV_WIDTH - 1, d), activation, device, packed=2)
+        or tensor_reason("state.ssm_state", state.ssm_state, (None, hv, v, k), (torch.float32,), device, packed=3)
+        or tensor_reason(
             "state.conv_window", state.conv_window, (None, None, CONV_WIDTH - 1, d), activation, device, packed=3
         )
     )
@@ -215,7 +150,7 @@ def verify_reason(
     if isinstance(record, Ring):
         reason = ring_reason(record, shape, dtype, device, (num_slots,)) or _ring_pitch_reason(record)
     else:
-        reason = _tensor_reason(
+        reason = tensor_reason(
             "record.states", record.states, (None, None, hv, v, k), (torch.float32,), device, packed=4
         )
         row_buffers.append(("record.states", record.states))
@@ -226,21 +161,42 @@ def verify_reason(
             return f"{name} must hold at least draft_tokens={draft_tokens} steps, got shape {list(buffer.shape)}"
         if rows is None and buffer.shape[0] < batch:
             return f"{name} must have a row for each of the {batch} batch positions, got {buffer.shape[0]} rows"
-        if overlap := _pitch_reason(name, buffer, 1):
+        if overlap := pitch_reason(name, buffer, 1):
             return overlap
     num_rows = min(buffer.shape[0] for _, buffer in row_buffers)
     return (
-        _index_reason("slots", slots, batch, device, -1, num_slots - 1)
-        or (None if rows is None else _index_reason("rows", rows, batch, device, 0, num_rows - 1))
-        or _errors_reason(errors, device)
-        or (None if out is None else _tensor_reason("out", out, (tokens, hv, v), activation, device, packed=3))
+        index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True)
+        or (None if rows is None else index_reason("rows", rows, batch, device, 0, num_rows - 1, unique=True))
+        or errors_reason(errors, device)
+        or (None if out is None else tensor_reason("out", out, (tokens, hv, v), activation, device, packed=3))
         or (
             None
             if workspace is None
-            else _tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2)
+            else tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2)
         )
+        or _memory_reason(mixed_qkv, a, b, state, record, out, workspace)
         or (_config_reason(config, device) if config is not None and needs_kernels else None)
     )
+
+
+def _memory_reason(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    state: LayerState,
+    record: Ring | Snapshots,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> str | None:
+    """Why a buffer that verify writes shares memory with another argument, or None."""
+    names = ("raw_v", "raw_k", "g", "beta") if isinstance(record, Ring) else ("states",)
+    buffers = {f"record.{name}": getattr(record, name) for name in names} | {
+        "state.conv_window": state.conv_window, "state.conv_state": state.conv_state,
+        "state.ssm_state": state.ssm_state,
+    }  # fmt: skip
+    packed = {name: tensor for name, tensor in (("out", out), ("workspace", workspace)) if tensor is not None}
+    inputs = {"mixed_qkv": mixed_qkv, "a": a, "b": b}
+    return same_memory_reason(inputs | buffers) or (overlap_reason(packed, inputs | buffers) if packed else None)
 
 
 def _config_reason(config: LaunchConfig, device: torch.device) -> str | None:
@@ -257,23 +213,24 @@ def _commit_index_reason(
     slots: torch.Tensor, accept_lens: torch.Tensor, draft_tokens: int, num_slots: int, limit: int,
     device: torch.device, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
 ) -> str | None:  # fmt: skip
-    _typed("slots", slots, torch.Tensor)
-    _typed("draft_tokens", draft_tokens, int)
+    typed("slots", slots, torch.Tensor)
+    typed("draft_tokens", draft_tokens, int)
     if draft_tokens < 1:
         return f"draft_tokens must be at least 1, got {draft_tokens}"
     if slots.ndim != 1:
         return f"slots must have shape [B], got {list(slots.shape)}"
     batch = slots.shape[0]
-    reason = _index_reason("slots", slots, batch, device, -1, num_slots - 1) or _index_reason(
+    reason = index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True) or index_reason(
         "accept_lens", accept_lens, batch, device, 0, limit
     )
     if reason is None and (track_slots is None) != (track_steps is None):
         reason = "track_slots and track_steps must be given together, got only one of them"
     if reason is None and track_slots is not None and track_steps is not None:
         reason = (
-            _index_reason("track_slots", track_slots, batch, device, -1, num_slots - 1)
+            index_reason("track_slots", track_slots, batch, device, -1, num_slots - 1, unique=True)
+            or disjoint_reason("track_slots", track_slots, "slots", slots)
             # Any step is allowed: one that is not in the accepted prefix is not written.
-            or _tensor_reason("track_steps", track_steps, (batch,), (torch.int32, torch.int64), device, packed=1)
+            or tensor_reason("track_steps", track_steps, (batch,), INDEX_DTYPES, device, packed=1)
         )
     return reason
 
@@ -293,14 +250,14 @@ def fold_reason(
     needs_kernels: bool = True,
 ) -> str | None:
     """Why a fold of these arguments is refused, or None. Arguments as `kda_kernels.fold`."""
-    _typed("ssm_state", ssm_state, torch.Tensor)
-    _typed("ring", ring, Ring)
-    _typed("shape", shape, KdaShape)
-    _typed("draft_tokens", draft_tokens, int)
+    typed("ssm_state", ssm_state, torch.Tensor)
+    typed("ring", ring, Ring)
+    typed("shape", shape, KdaShape)
+    typed("draft_tokens", draft_tokens, int)
     if config is not None:
-        _typed("config", config, LaunchConfig)
+        typed("config", config, LaunchConfig)
     device = ssm_state.device
-    reason = (device_reason(device) if needs_kernels else None) or _tensor_reason(
+    reason = (device_reason(device) if needs_kernels else None) or tensor_reason(
         "ssm_state",
         ssm_state,
         (None, None, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
@@ -308,11 +265,11 @@ def fold_reason(
         device,
         packed=3,
     )
-    if reason := reason or _pitch_reason("ssm_state", ssm_state, 2):
+    if reason := reason or pitch_reason("ssm_state", ssm_state, 2):
         return reason
     raw_dtype = ring.raw_v.dtype if isinstance(ring.raw_v, torch.Tensor) else torch.bfloat16
     if raw_dtype not in ACTIVATION_DTYPES:
-        return f"ring.raw_v must be bfloat16 or float16, got {str(raw_dtype).removeprefix('torch.')}"
+        return f"ring.raw_v must be bfloat16 or float16, got {dtype_name(raw_dtype)}"
     return (
         ring_reason(ring, shape, raw_dtype, device, tuple(ssm_state.shape[:2]))
         or _commit_index_reason(
@@ -325,7 +282,7 @@ def fold_reason(
             track_slots,
             track_steps,
         )
-        or _errors_reason(errors, device)
+        or errors_reason(errors, device)
         or (pdl_reason(config.pdl, device) if config is not None and needs_kernels else None)
     )
 
@@ -334,7 +291,7 @@ def scatter_reason(
     dst: torch.Tensor,
     src: torch.Tensor,
     *,
-    names: tuple[str, str],
+    names: tuple[str, str] = ("dst", "src"),
     slots: torch.Tensor,
     accept_lens: torch.Tensor,
     draft_tokens: int,
@@ -350,19 +307,21 @@ def scatter_reason(
     ``names`` are the caller's names of ``dst`` and ``src`` for the reason. ``dst``: [layers, slots, *entry];
     ``src``: [layers, rows, steps, *entry] of the same dtype. Other arguments as `kda_kernels.scatter_conv`.
     """
-    _typed(names[0], dst, torch.Tensor)
-    _typed(names[1], src, torch.Tensor)
+    typed(names[0], dst, torch.Tensor)
+    typed(names[1], src, torch.Tensor)
     device, entry = dst.device, tuple(dst.shape[2:])
+    if pdl is not None:
+        typed("pdl", pdl, bool)
+    if dst.dtype not in SCATTER_DTYPES:
+        return f"{names[0]} must be {' or '.join(map(dtype_name, SCATTER_DTYPES))}, got {dtype_name(dst.dtype)}"
     if dst.ndim < 3:
         return f"{names[0]} must have shape [layers, slots, ...], got {list(dst.shape)}"
     reason = (
         (device_reason(device) if needs_kernels else None)
-        or _tensor_reason(names[0], dst, (None, None, *entry), (dst.dtype,), device, packed=len(entry))
-        or _tensor_reason(
-            names[1], src, (dst.shape[0], None, None, *entry), (dst.dtype,), device, packed=len(entry) + 1
-        )
+        or tensor_reason(names[0], dst, (None, None, *entry), (dst.dtype,), device, packed=len(entry))
+        or tensor_reason(names[1], src, (dst.shape[0], None, None, *entry), (dst.dtype,), device, packed=len(entry) + 1)
     )
-    if reason := reason or _pitch_reason(names[0], dst, 2):
+    if reason := reason or pitch_reason(names[0], dst, 2):
         return reason
     reason = _commit_index_reason(
         slots, accept_lens, draft_tokens, dst.shape[1], draft_tokens, device, track_slots, track_steps
@@ -374,7 +333,7 @@ def scatter_reason(
     if rows is None and src.shape[1] < slots.shape[0]:
         return f"{names[1]} must have a row for each of the {slots.shape[0]} batch positions, got {src.shape[1]} rows"
     return (
-        (None if rows is None else _index_reason("rows", rows, slots.shape[0], device, 0, src.shape[1] - 1))
-        or _errors_reason(errors, device)
+        (None if rows is None else index_reason("rows", rows, slots.shape[0], device, 0, src.shape[1] - 1, unique=True))
+        or errors_reason(errors, device)
         or (pdl_reason(pdl, device) if needs_kernels else None)
     )

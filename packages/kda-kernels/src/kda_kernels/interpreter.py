@@ -15,8 +15,11 @@ import triton
 
 
 def is_interpreted() -> bool:
-    """True when kernels run in Triton's interpreter on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
+    """True when kernels run in Triton's interpreter on CPU tensors.
+
+    Asked of Triton's own functions, not of the environment: TRITON_INTERPRET set after ``import triton`` does nothing.
+    """
+    return not isinstance(triton.language.zeros, triton.JITFunction)
 
 
 def round_to_bfloat16_bits(values: np.ndarray) -> np.ndarray:

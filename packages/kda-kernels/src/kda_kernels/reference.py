@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -17,7 +18,7 @@ from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
 from kda_kernels.errors import ErrorKind
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
-_compute = torch.float32
+_precision: ContextVar[torch.dtype] = ContextVar("reference_precision", default=torch.float32)
 
 
 @contextlib.contextmanager
@@ -27,33 +28,36 @@ def reference_precision(dtype: torch.dtype) -> Iterator[None]:
     Raises:
         ValueError: ``dtype`` is neither torch.float32 nor torch.float64.
     """
-    global _compute
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    before, _compute = _compute, dtype
+    token = _precision.set(dtype)
     try:
         yield
     finally:
-        _compute = before
+        _precision.reset(token)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_precision.get())
 
 
 def conv_silu(columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Causal conv of width 4 and SiLU. columns: [T+3, D], oldest first; weight: [D, 4] -> [T, D] in columns' dtype."""
     tokens = columns.shape[0] - 3
-    acc = torch.zeros(tokens, columns.shape[1], dtype=_compute, device=columns.device)
+    acc = torch.zeros(tokens, columns.shape[1], dtype=_precision.get(), device=columns.device)
     if bias is not None:
-        acc = acc + bias.to(_compute)
+        acc = acc + _wide(bias)
     for tap in range(4):
-        product = columns[tap : tap + tokens].to(_compute) * weight[:, tap].to(_compute)
+        product = _wide(columns[tap : tap + tokens]) * _wide(weight[:, tap])
         # A 16-bit weight's product is rounded to its type; an fp32 weight's is not.
-        acc = acc + (product if weight.dtype == torch.float32 else product.to(weight.dtype).to(_compute))
+        acc = acc + (product if weight.dtype == torch.float32 else _wide(product.to(weight.dtype)))
     return (acc / (1 + torch.exp(-acc))).to(columns.dtype)
 
 
 def log_decay(a: torch.Tensor, params: LayerParams, shape: KdaShape) -> torch.Tensor:
     """Per-channel log-decay. a: [T, HV*K] -> [T, HV, K], <= 0."""
-    x = (a.to(_compute) + params.dt_bias).view(-1, shape.num_v_heads, shape.head_k_dim)
-    rate = torch.exp(params.A_log.to(_compute))[:, None]
+    x = (_wide(a) + params.dt_bias).view(-1, shape.num_v_heads, shape.head_k_dim)
+    rate = torch.exp(_wide(params.A_log))[:, None]
     if params.lower_bound is not None:
         return params.lower_bound * torch.sigmoid(rate * x)
     return -rate * torch.where(x <= 20.0, torch.log(1.0 + torch.exp(x)), x)
@@ -88,6 +92,7 @@ def _usable_row(row: int, num_rows: int, errors: torch.Tensor | None) -> bool:
     return 0 <= row < num_rows
 
 
+@torch.no_grad()
 def verify_reference(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
@@ -143,7 +148,7 @@ def _verify_request(
     q_raw, k_raw, v_raw = y.split([h * k_dim, h * k_dim, hv * shape.head_v_dim], dim=1)
     k_raw, v_raw = k_raw.view(tokens, h, k_dim), v_raw.view(tokens, hv, shape.head_v_dim)
     g = log_decay(a, params, shape)
-    beta = 1.0 / (1.0 + torch.exp(-b.to(_compute)))
+    beta = 1.0 / (1.0 + torch.exp(-_wide(b)))
     if isinstance(record, Ring):
         n = min(tokens, record.length)
         record.raw_v[slot, :, :n] = v_raw[:n].transpose(0, 1)
@@ -151,12 +156,12 @@ def _verify_request(
         record.g[slot, :, :n] = g[:n].transpose(0, 1)
         record.beta[slot, :, :n] = beta[:n].T
     group = hv // h
-    q = (l2_normalise(q_raw.view(tokens, h, k_dim).to(_compute)) * params.scale_for(shape)).repeat_interleave(group, 1)
-    k = l2_normalise(k_raw.to(_compute)).repeat_interleave(group, 1)
-    S = state.ssm_state[slot].to(_compute)
+    q = (l2_normalise(_wide(q_raw.view(tokens, h, k_dim))) * params.scale_for(shape)).repeat_interleave(group, 1)
+    k = l2_normalise(_wide(k_raw)).repeat_interleave(group, 1)
+    S = _wide(state.ssm_state[slot])
     outputs = []
     for t in range(tokens):
-        S = delta_step(S, k[t], v_raw[t].to(_compute), g[t], beta[t])
+        S = delta_step(S, k[t], _wide(v_raw[t]), g[t], beta[t])
         outputs.append((S * q[t][:, None, :]).sum(-1))
         if isinstance(record, Snapshots):
             record.states[row, t] = S
@@ -192,6 +197,7 @@ def _commits(
     return found
 
 
+@torch.no_grad()
 def fold_reference(
     ssm_state: torch.Tensor,
     ring: Ring,
@@ -219,10 +225,10 @@ def fold_reference(
     ):
         for layer in range(ssm_state.shape[0]):
             records = ring.layer(layer)
-            S = ssm_state[layer, slot].to(_compute)
+            S = _wide(ssm_state[layer, slot])
             for t in range(accept):
-                k = l2_normalise(records.raw_k[slot, :, t].to(_compute)).repeat_interleave(group, 0)
-                v, g, beta = (x[slot, :, t].to(_compute) for x in (records.raw_v, records.g, records.beta))
+                k = l2_normalise(_wide(records.raw_k[slot, :, t])).repeat_interleave(group, 0)
+                v, g, beta = (_wide(x[slot, :, t]) for x in (records.raw_v, records.g, records.beta))
                 S = delta_step(S, k, v, g, beta)
                 if track >= 0 and t == step:
                     ssm_state[layer, track] = S
@@ -271,6 +277,7 @@ def scatter_snapshots_reference(
     )  # fmt: skip
 
 
+@torch.no_grad()
 def _scatter_reference(
     dst: torch.Tensor, src: torch.Tensor, names: tuple[str, str], slots: torch.Tensor, accept_lens: torch.Tensor,
     draft_tokens: int, rows: torch.Tensor | None, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,

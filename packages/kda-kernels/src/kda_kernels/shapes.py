@@ -130,5 +130,5 @@ class LaunchConfig:
                 )
         if self.max_registers is not None and not 32 <= self.max_registers <= 255:
             raise ValueError(f"max_registers must be None or within 32..255, got {self.max_registers}")
-        if self.pdl not in (None, True, False):
+        if self.pdl is not None and not isinstance(self.pdl, bool):
             raise TypeError(f"pdl must be True, False or None, got {self.pdl!r}")

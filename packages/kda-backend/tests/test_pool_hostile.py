@@ -1,0 +1,168 @@
+"""Misuse that could lose or mix up state: interrupted commits, changed slots, loading into an open round."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kda_backend import StatePool, commit_layers
+from kda_backend import commit as commit_module
+from kda_kernels import KdaShape, LayerParams, host_checks
+
+SHAPE = KdaShape(1, 1, 64, 64)
+T = 2
+
+
+def _params() -> LayerParams:
+    g = torch.Generator().manual_seed(0)
+    return LayerParams(
+        conv_weight=torch.randn(SHAPE.conv_dim, 4, generator=g).bfloat16(), conv_bias=None,
+        A_log=torch.zeros(1), dt_bias=torch.zeros(64), lower_bound=-5.0,
+    )  # fmt: skip
+
+
+def _inputs(batch: int) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(batch * T, n, generator=g).bfloat16() for n in (SHAPE.conv_dim, 64, 1))
+
+
+def _pool(mode: str = "ring") -> StatePool:
+    pool = StatePool(SHAPE, num_layers=1, num_slots=4, max_batch=2, draft_tokens=T, mode=mode)
+    g = torch.Generator().manual_seed(2)
+    pool.ssm_state.copy_(torch.randn(pool.ssm_state.shape, generator=g))
+    pool.conv_state.copy_(torch.randn(pool.conv_state.shape, generator=g))
+    return pool
+
+
+def _verified(mode: str = "ring", slots: tuple[int, ...] = (0, 2)) -> StatePool:
+    pool = _pool(mode)
+    pool.begin(torch.tensor(slots), T)
+    pool.verify(0, *_inputs(len(slots)), _params(), lane="reference")
+    return pool
+
+
+def _states(pool: StatePool) -> tuple[torch.Tensor, torch.Tensor]:
+    return pool.ssm_state.clone(), pool.conv_state.clone()
+
+
+def _same(pool: StatePool, before: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return torch.equal(pool.ssm_state, before[0]) and torch.equal(pool.conv_state, before[1])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda s: dataclasses.replace(s, conv_window=s.conv_window[:, :1]),
+        lambda s: dataclasses.replace(s, conv_window=s.conv_window[:, :, :1]),
+        lambda s: dataclasses.replace(s, conv_window=s.conv_window.float()),
+        lambda s: dataclasses.replace(s, ssm_state=s.ssm_state.double()),
+    ],
+    ids=["window rows", "window steps", "window dtype", "state dtype"],
+)
+@pytest.mark.parametrize("mode", ["ring", "snapshots"])
+def test_a_refused_commit_has_written_nothing(mode: str, broken: Any) -> None:
+    pool = _verified(mode)
+    before = _states(pool)
+    with pytest.raises(ValueError, match="must"):
+        commit_layers(
+            broken(pool.state), pool.record, shape=SHAPE, slots=torch.tensor([0, 2]),
+            accept_lens=torch.tensor([2, 2]), draft_tokens=T, reference=True,
+        )  # fmt: skip
+    assert _same(pool, before)
+
+
+def test_an_interrupted_commit_is_not_folded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = _verified()
+    monkeypatch.setattr(commit_module, "fold_reference", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pool.commit(torch.tensor([2, 2]))
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="no round has begun"):
+        pool.commit(torch.tensor([2, 2]))
+
+
+def _interrupt(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_refused_accept_length_leaves_the_round_open() -> None:
+    pool = _verified()
+    before = _states(pool)
+    with pytest.raises(ValueError, match="accept_lens"):
+        pool.commit(torch.tensor([2, 3]))
+    assert _same(pool, before)
+    pool.commit(torch.tensor([2, 1]))
+    assert not _same(pool, before)
+
+
+def test_slots_changed_between_verify_and_commit_are_noticed() -> None:
+    pool = _pool()
+    slots = torch.tensor([0, 2])
+    pool.begin(slots, T)
+    pool.verify(0, *_inputs(2), _params(), lane="reference")
+    slots.copy_(torch.tensor([0, 1]))
+    before = _states(pool)
+    with pytest.raises(RuntimeError, match="slots were changed in place"):
+        pool.commit(torch.tensor([2, 2]))
+    assert _same(pool, before)
+
+
+def test_load_slot_waits_for_the_open_round() -> None:
+    pool = _verified()
+    state = torch.ones(1, 3, SHAPE.conv_dim, dtype=torch.bfloat16), torch.ones(1, 1, 64, 64)
+    with pytest.raises(RuntimeError, match="abandon"):
+        pool.load_slot(0, *state)
+    pool.abandon()
+    pool.load_slot(0, *state)
+    assert torch.equal(pool.ssm_state[:, 0], state[1])
+
+
+@pytest.mark.parametrize("slot", [True, False, 1.0, "1", None])
+def test_load_slot_takes_an_int(slot: Any) -> None:
+    pool = _pool()
+    before = _states(pool)
+    with pytest.raises(TypeError, match="slot must be an int"):
+        pool.load_slot(slot, torch.ones(1, 3, SHAPE.conv_dim, dtype=torch.bfloat16), torch.ones(1, 1, 64, 64))
+    assert _same(pool, before)
+
+
+def test_states_never_carry_gradients() -> None:
+    pool = _pool()
+    pool.load_slot(
+        0, torch.ones(1, 3, SHAPE.conv_dim, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(1, 1, 64, 64, requires_grad=True),
+    )  # fmt: skip
+    params = dataclasses.replace(_params(), dt_bias=torch.zeros(64, requires_grad=True))
+    pool.begin(torch.tensor([0]), T)
+    out = pool.verify(0, *_inputs(1), params, lane="reference")
+    pool.commit(torch.tensor([2]))
+    assert not any(tensor.requires_grad for tensor in (out, pool.ssm_state, pool.conv_state))
+
+
+def test_two_requests_in_one_slot_are_refused() -> None:
+    pool = _pool()
+    pool.begin(torch.tensor([1, 1]), T)
+    with pytest.raises(ValueError, match="slots must name each of its values once"):
+        pool.verify(0, *_inputs(2), _params(), lane="reference")
+
+
+@pytest.mark.parametrize("track", [(0, -1), (-1, 0), (3, 3)])
+def test_tracking_into_a_live_or_shared_slot_is_refused(track: tuple[int, int]) -> None:
+    pool = _verified()
+    before = _states(pool)
+    with pytest.raises(ValueError, match="track_slots must name"):
+        pool.commit(torch.tensor([2, 2]), track_slots=torch.tensor(track), track_steps=torch.tensor([0, 0]))
+    assert _same(pool, before)
+
+
+def test_a_faulty_slot_is_counted_by_verify_and_by_commit() -> None:
+    pool = _pool()
+    with host_checks(False):
+        pool.begin(torch.tensor([0, 99]), T)
+        pool.verify(0, *_inputs(2), _params(), lane="reference")
+        assert pool.errors.tolist() == [1, 0, 0, 0]
+        pool.commit(torch.tensor([2, 2]))
+    assert pool.errors.tolist() == [2, 0, 0, 0]
