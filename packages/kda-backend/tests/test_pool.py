@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kda_backend import LANES, MODES, REFERENCE_LANE, StatePool, lane_mode
-from kda_kernels import KdaShape, LayerParams, host_checks
+from kda_kernels import KdaShape, LayerParams, fold_reference, host_checks
 
 SHAPE = KdaShape(num_heads=1, num_v_heads=2, head_k_dim=64, head_v_dim=64)
 SIZES: dict[str, Any] = dict(num_layers=2, num_slots=4, max_batch=2, draft_tokens=3)
@@ -295,8 +295,27 @@ class TestCommit:
         engine = Engine(REFERENCE_LANE, "cpu", mode=mode)
         with host_checks(False):
             engine.round([99, 1])
-        assert engine.pool.error_summary() is not None
-        assert engine.pool.errors.tolist() == [0, 0, 1, 0]
+            assert engine.pool.errors.tolist() == [0, 0, 1, 0]
+            engine.pool.begin(torch.tensor([2, 99]), STEPS)
+            for layer in range(LAYERS):
+                engine.verify(layer)
+            assert engine.pool.errors.tolist() == [1, 0, 1, 0], "one layer of verify counts the slot"
+            engine.commit([1, 1])
+        assert engine.pool.errors.tolist() == [2, 0, 1, 0], "one launch of commit counts the slot"
+        assert "slot: 2" in str(engine.pool.error_summary())
+
+    def test_a_reference_round_is_committed_by_the_reference(self) -> None:
+        """Not by kernels, which may not run where this lane is used; the two fold to other bits."""
+        engine = Engine(REFERENCE_LANE, "cpu", mode="ring")
+        engine.begin()
+        for layer in range(LAYERS):
+            engine.verify(layer)
+        state, ring = engine.pool.ssm_state.clone(), engine.pool.ring
+        assert ring is not None
+        common: dict[str, Any] = dict(shape=SHAPE, slots=torch.tensor(SLOTS), draft_tokens=STEPS)
+        fold_reference(state, ring, accept_lens=torch.tensor([3, 2]), **common)
+        engine.commit([3, 2])
+        assert torch.equal(engine.pool.ssm_state, state)
 
 
 @pytest.mark.parametrize("mode", MODES)
