@@ -68,16 +68,20 @@ def params(interpreter: Iterable[Case] = (), gpu: Iterable[Case] = ()) -> list[A
 
 
 def every_config(V: int = 128) -> list[LaunchConfig]:
-    """Every launch configuration that can be named for V, PDL left to the device."""
+    """Every launch configuration that can be named for V; PDL and registers, which move no element, left alone."""
     found = []
-    for block_v in range(1, 257):
+    for block_v in range(1, V + 1):
         for num_warps in range(1, 33):
-            try:
-                found.append(LaunchConfig(block_v=block_v, num_warps=num_warps))
-            except ValueError:
-                continue
-    return [config for config in found if config.block_v <= V]
+            for rows_per_thread in (None, *range(1, 9)):
+                try:
+                    found.append(LaunchConfig(block_v, num_warps, rows_per_thread=rows_per_thread))
+                except ValueError:
+                    continue
+    return found
 
 
 def config_id(config: LaunchConfig | None) -> str:
-    return "default" if config is None else f"bv{config.block_v}-w{config.num_warps}"
+    if config is None:
+        return "default"
+    rows = "" if config.rows_per_thread is None else f"-r{config.rows_per_thread}"
+    return f"bv{config.block_v}-w{config.num_warps}{rows}"

@@ -25,6 +25,8 @@ _precision: ContextVar[torch.dtype] = ContextVar("reference_precision", default=
 def reference_precision(dtype: torch.dtype) -> Iterator[None]:
     """Compute the references' intermediates in ``dtype``; what is stored keeps the dtype of its tensor.
 
+    torch rounds fp64 to 16 bits by way of fp32, so a value near a rounding tie can be stored one 16-bit ulp off.
+
     Raises:
         ValueError: ``dtype`` is neither torch.float32 nor torch.float64.
     """

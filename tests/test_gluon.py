@@ -1,0 +1,123 @@
+"""The Gluon verify kernel beside the portable one: what only its layouts could get wrong, and where it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kda_kernels import (
+    KdaShape,
+    LaunchConfig,
+    Ring,
+    _launch,
+    host_checks,
+    new_error_counts,
+    verify_fused,
+    verify_reason,
+)
+from kda_kernels.defaults import (
+    FEW_HEADS,
+    MANY_HEADS,
+    MANY_HEADS_LONG_DRAFT,
+    PORTABLE,
+    SOME_HEADS,
+    WHOLE_HEAD,
+    default_verify_config,
+)
+from tests.support.cases import Case, make_problem
+from tests.support.marks import interpreter_only
+from tests.support.ops import KERNELS
+from tests.test_lanes_bits import assert_same_buffers
+
+DEFAULTS = [FEW_HEADS, SOME_HEADS, MANY_HEADS, MANY_HEADS_LONG_DRAFT]
+
+# Token counts that fill no power of two, a ring shorter than the draft, odd pitches, V other than K, one head.
+GPU_CASES = [
+    Case(B=3, T=1, H=1, HV=1, K=128, padded=(0,)),
+    Case(B=3, T=2, H=2, HV=4, K=64, pitch=3, dtype=torch.float16),
+    Case(B=2, T=5, H=4, HV=4, K=128, V=64, pitch=8, weight_dtype=torch.float32, lower_bound=-5.0),
+    Case(B=2, T=7, H=1, HV=3, K=64, V=128, lower_bound=-5.0, bias=False),
+    Case(B=5, T=16, H=2, HV=2, K=128, padded=(1, 4)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("config", DEFAULTS, ids=lambda c: f"v{c.block_v}w{c.num_warps}r{c.rows_per_thread}")
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.id)
+def test_defaults_equal_the_portable_kernel(case: Case, config: LaunchConfig, op: Any, device: str) -> None:
+    problem = make_problem(case, device)
+    for record in ("ring", "snapshots"):
+        assert_same_buffers(problem.run(op, record, config=config), problem.run(op, record, config=PORTABLE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 3])
+def test_records_past_a_short_ring_are_dropped(length: int, device: str) -> None:
+    problem = make_problem(Case(B=2, T=4, H=2, HV=4, K=128), device)
+    short = Ring.allocate(problem.shape, slots=problem["beta"].shape[0], length=length, dtype=problem.case.dtype,
+                          device=device)  # fmt: skip
+    rings = {}
+    for config in (PORTABLE, *DEFAULTS):
+        ring = Ring(*(torch.full_like(getattr(short, f.name), 3.0) for f in dataclasses.fields(short)))
+        problem.run(verify_fused, record=ring, config=config)
+        rings[config] = ring
+    for config, ring in rings.items():
+        for field in dataclasses.fields(ring):
+            same = torch.equal(getattr(ring, field.name), getattr(rings[PORTABLE], field.name))
+            assert same, f"{field.name} with {config}"
+
+
+@pytest.mark.gpu
+def test_slots_met_on_the_device_are_counted_once_and_give_zeros(device: str) -> None:
+    problem = make_problem(Case(B=3, T=4, H=2, HV=4, K=128), device)
+    slots = problem.slots.clone()
+    slots[1] = 2**30
+    for config in DEFAULTS:
+        errors = new_error_counts(device)
+        with host_checks(False):
+            outcome = problem.run(verify_fused, slots=slots, errors=errors, config=config)
+        assert errors.tolist() == [1, 0, 0, 0]
+        assert not outcome["out"][4:8].any()
+        assert not outcome["out"][4:8].isnan().any()
+
+
+@interpreter_only
+def test_refused_with_a_reason_where_it_cannot_run(device: str) -> None:
+    problem = make_problem(Case(B=1, T=1, H=1, HV=1, K=64), device)
+    positional, keywords = problem.arguments("ring", config=FEW_HEADS)
+    reason = verify_reason(*positional, **keywords)
+    assert reason is not None
+    assert "config.rows_per_thread=2" in reason
+    assert "interpreter" in reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rows_per_thread": 3}, "rows_per_thread must be None or one of"),
+        ({"block_v": 32, "num_warps": 4, "rows_per_thread": 4}, "multiple of 4 \\* num_warps \\* rows_per_thread = 64"),
+        ({"max_registers": 16}, "max_registers must be None or within 32..255"),
+        ({"max_registers": 300}, "max_registers must be None or within 32..255"),
+    ],
+)
+def test_configurations_that_cannot_be_named(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LaunchConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    shape, narrow = KdaShape(8, 8, 128, 128), KdaShape(8, 8, 128, 64)
+    monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
+    chosen = [default_verify_config(shape, batch, 4, device) for batch in (1, 8, 9, 32, 33, 256)]
+    assert chosen == [FEW_HEADS, FEW_HEADS, SOME_HEADS, SOME_HEADS, MANY_HEADS, MANY_HEADS]
+    assert default_verify_config(shape, 64, 8, device) == MANY_HEADS_LONG_DRAFT
+    assert default_verify_config(narrow, 64, 8, device) == SOME_HEADS
+    monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("hip", 942))
+    assert default_verify_config(shape, 64, 8, device) == PORTABLE
+    monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("interpreter", 0))
+    assert default_verify_config(shape, 64, 8, device) == WHOLE_HEAD
