@@ -14,8 +14,10 @@ import torch
 
 import kda_kernels
 from kda_kernels import LaunchConfig, fold, scatter_conv, verify_fused, verify_unfused
+from kda_kernels.defaults import FEW_HEADS, MANY_HEADS, PORTABLE
 from tests.support.cases import Case, make_problem
 from tests.support.commits import fold_problem, with_layers
+from tests.support.grids import config_id
 
 NO_INTERPRETER = """
 import torch
@@ -103,9 +105,10 @@ def compiled_variants() -> int:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", [PORTABLE, FEW_HEADS, MANY_HEADS], ids=config_id)
 @pytest.mark.parametrize("mode", ["ring", "snapshots"])
-def test_D3_one_variant_for_every_batch_size(mode: str, device: str) -> None:
-    """B = 1 must not be specialised as the constant 1, nor divisibility of B or of any row count by 16."""
+def test_D3_one_variant_for_every_batch_size(mode: str, config: LaunchConfig, device: str) -> None:
+    """One per launch configuration. B = 1 must not be specialised as the constant 1, nor divisibility of B or of any row count by 16."""
     largest = 257
     case = Case(B=largest, T=2, H=2, HV=2, K=64, spare_slots=1)
     problem = make_problem(case, device)
@@ -115,7 +118,7 @@ def test_D3_one_variant_for_every_batch_size(mode: str, device: str) -> None:
         for op in (verify_fused, verify_unfused):
             problem.run(
                 op, mode, mixed_qkv=problem.mixed_qkv[tokens], a=problem.a[tokens], b=problem.b[tokens],
-                slots=problem.slots[:batch], out=None,
+                slots=problem.slots[:batch], out=None, config=config,
             )  # fmt: skip
         accept = torch.ones(batch, dtype=torch.int32, device=device)
         own = problem.fork()
@@ -127,7 +130,7 @@ def test_D3_one_variant_for_every_batch_size(mode: str, device: str) -> None:
         if batch < largest:
             problem.run(
                 verify_fused, mode, mixed_qkv=problem.mixed_qkv[tokens], a=problem.a[tokens], b=problem.b[tokens],
-                slots=problem.slots[1 : batch + 1], out=None,
+                slots=problem.slots[1 : batch + 1], out=None, config=config,
             )  # fmt: skip
         variants.append(compiled_variants())
     assert variants == [variants[0]] * len(variants), f"variants after each batch size: {variants}"

@@ -113,9 +113,10 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     device = torch.device("cpu")
     shape, narrow = KdaShape(8, 8, 128, 128), KdaShape(8, 8, 128, 64)
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
-    chosen = [default_verify_config(shape, batch, 4, device) for batch in (1, 8, 9, 32, 33, 256)]
+    chosen = [default_verify_config(shape, batch, 4, device) for batch in (1, 8, 9, 24, 25, 256)]
     assert chosen == [FEW_HEADS, FEW_HEADS, SOME_HEADS, SOME_HEADS, MANY_HEADS, MANY_HEADS]
-    assert default_verify_config(shape, 64, 8, device) == MANY_HEADS_LONG_DRAFT
+    longer = [default_verify_config(shape, batch, 8, device) for batch in (1, 4, 5, 24, 25)]
+    assert longer == [FEW_HEADS, FEW_HEADS, SOME_HEADS, SOME_HEADS, MANY_HEADS_LONG_DRAFT]
     assert default_verify_config(narrow, 64, 8, device) == SOME_HEADS
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("hip", 942))
     assert default_verify_config(shape, 64, 8, device) == PORTABLE

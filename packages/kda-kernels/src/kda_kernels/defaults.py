@@ -25,7 +25,8 @@ def default_verify_config(shape: KdaShape, batch: int, draft_tokens: int, device
     """Configuration of a verify of ``batch`` requests of ``draft_tokens`` tokens on ``device``.
 
     Fused+ring in us at B = 1 / 4 / 16 / 64 / 256: T = 4: 2.97 / 3.47 / 5.91 / 16.7 / 54.0, portable 5.8 / 6.4 / 10.3 /
-    34.4 / 123. The limits lie between the measured batch sizes.
+    34.4 / 123. The limits lie between the measured batch sizes, the upper one where SOME_HEADS would need a second wave
+    of programs on 132 SMs.
     """
     backend = current_target(device)[0]
     if backend == "interpreter":
@@ -33,9 +34,9 @@ def default_verify_config(shape: KdaShape, batch: int, draft_tokens: int, device
     if backend != "cuda":
         return PORTABLE
     heads = batch * shape.num_v_heads
-    if heads <= 64:
+    if heads <= (64 if draft_tokens <= 4 else 32):
         return FEW_HEADS
-    if heads <= 256:
+    if heads <= 192:
         return SOME_HEADS
     if draft_tokens <= 4:
         return MANY_HEADS

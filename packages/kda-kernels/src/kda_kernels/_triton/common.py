@@ -23,7 +23,8 @@ def pdl_wait(PDL: tl.constexpr):
 def count_error(errors, KIND: tl.constexpr, condition, COUNT: tl.constexpr):
     """Add one to ``errors[KIND]`` where ``condition`` holds."""
     if COUNT:
-        tl.atomic_add(errors + KIND, 1, mask=condition)
+        # Relaxed: the default order would fence and empty the L1 in every program, 1.2 us of 5.9 at B = 16, T = 4.
+        tl.atomic_add(errors + KIND, 1, mask=condition, sem="relaxed")
 
 
 @triton.jit
