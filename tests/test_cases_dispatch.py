@@ -108,7 +108,7 @@ def compiled_variants() -> int:
 @pytest.mark.parametrize("config", [PORTABLE, FEW_HEADS, MANY_HEADS], ids=config_id)
 @pytest.mark.parametrize("mode", ["ring", "snapshots"])
 def test_D3_one_variant_for_every_batch_size(mode: str, config: LaunchConfig, device: str) -> None:
-    """One per launch configuration. B = 1 must not be specialised as the constant 1, nor divisibility of B or of any row count by 16."""
+    """One per launch configuration. Neither B = 1 nor divisibility by 16 of B, or of any row count, may specialise."""
     largest = 257
     case = Case(B=largest, T=2, H=2, HV=2, K=64, spare_slots=1)
     problem = make_problem(case, device)
