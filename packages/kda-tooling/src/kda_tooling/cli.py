@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from kda_tooling.commands import compile_report, demo, doctor, report, sweep, train_demo
+from kda_tooling.terminal import tolerate_encodings
+
+
+class Commands(TyperGroup):
+    """The commands, whose output any terminal encoding takes."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the streams before the first word, help included, is printed."""
+        tolerate_encodings()
+        return super().make_context(*args, **kwargs)
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Tools around the Kimi Delta Attention verify kernels.",
     no_args_is_help=True,
     add_completion=False,

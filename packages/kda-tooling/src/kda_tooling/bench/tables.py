@@ -6,6 +6,7 @@ from rich.table import Table
 
 from kda_tooling.bench.arms import OURS
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
+from kda_tooling.terminal import plain
 
 
 def _text(arm: ArmResult | None) -> str:
@@ -35,12 +36,12 @@ def tables(result: SweepResult, every_arm: bool = False) -> list[Table]:
                 table.add_column(f"B = {cell.batch}", justify="right")
             for name in dict.fromkeys(arm.name for cell in cells for arm in cell.arms):
                 row = [next((arm for arm in cell.arms if arm.name == name), None) for cell in cells]
-                table.add_row(name, *(_text(arm) for arm in row))
+                table.add_row(plain(name), *(_text(arm) for arm in row))
         else:
             _lane_rows(table, cells, result)
         skipped = {f"{name}: {why}" for cell in cells for name, why in cell.skipped.items()}
         if skipped:
-            table.caption = "not measured: " + "; ".join(sorted(skipped))
+            table.caption = plain("not measured: " + "; ".join(sorted(skipped)))
             table.caption_justify = "left"
         found.append(table)
     return found
@@ -64,9 +65,9 @@ def _lane_rows(table: Table, cells: list[Cell], result: SweepResult) -> None:
     table.add_column("layers", justify="right")
     table.add_column("floor, ring", justify="right")
     for owner, lane in lanes:
-        table.add_column(f"{owner} {lane}", justify="right")
+        table.add_column(plain(f"{owner} {lane}"), justify="right")
     for peer in peers:
-        table.add_column(f"best ours / best {peer}", justify="right")
+        table.add_column(plain(f"best ours / best {peer}"), justify="right")
     for cell in cells:
         floor = cell.ring_floor_us
         row = [str(cell.batch), f"{cell.layers}{'' if cell.cold else ' hot'}", "-" if floor is None else f"{floor:.2f}"]

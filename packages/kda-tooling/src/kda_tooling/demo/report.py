@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kda_tooling.demo.prompts import Prompt
 from kda_tooling.demo.run import DemoSettings, run_demo
+from kda_tooling.terminal import plain, printable
 
 
 def run_with_progress(settings: DemoSettings, prompts: Sequence[Prompt], console: Console) -> dict[str, Any]:
@@ -42,15 +43,14 @@ def continuation_panels(report: dict[str, Any]) -> Group:
     first = next(iter(report["lanes"].values()))
     panels = []
     for prompt, drafted in zip(report["prompts"], first["from_draft"], strict=True):
-        text = Text("…" + prompt["prompt_end"], style="dim")
+        text = Text("…" + printable(prompt["prompt_end"].replace("\r\n", "\n")), style="dim")
         # A continuation that is not ASCII has fewer characters than bytes; then it is shown in one colour.
-        continuation = prompt["continuation"]
+        continuation = printable(prompt["continuation"])
         marks = drafted if len(drafted) == len(continuation) else "m" * len(continuation)
         for character, mark in zip(continuation, marks, strict=True):
             text.append(character, style="bold green" if mark == "d" else "bold cyan")
-        panels.append(
-            Panel(text, title=f"{prompt['source']} ({prompt['prompt_bytes']} bytes of prompt)", title_align="left")
-        )
+        title = f"{plain(prompt['source'])} ({prompt['prompt_bytes']} bytes of prompt)"
+        panels.append(Panel(text, title=title, title_align="left"))
     return Group(*panels, Text("dim: prompt · cyan: chosen by the model · green: draft accepted by it", style="dim"))
 
 
@@ -69,7 +69,7 @@ def lane_table(report: dict[str, Any]) -> Table:
     for name, run, same, state in rows:
         cells = (str(run["rounds"]), f"{run['tokens_per_second']:.1f}", f"{run['mean_accepted'] or 0:.2f}")
         without = "" if name == "plain" else str(run["without_draft"])
-        table.add_row(name, same, state, *cells, without, run["faults"] or "none")
+        table.add_row(name, same, state, *cells, without, plain(run["faults"] or "none"))
     return table
 
 
@@ -103,6 +103,6 @@ def show(report: dict[str, Any], console: Console) -> None:
     if bits:
         console.print(f"model: {bits['model']:.3f} bits per held-out byte (byte 3-gram: {bits['byte_3gram']:.3f})")
     console.print(
-        f"device: {report['device']}, kernels: {report['kernels']}, torch {versions['torch']}, "
+        f"device: {plain(report['device'])}, kernels: {report['kernels']}, torch {versions['torch']}, "
         f"triton {versions['triton']}, {report['seconds']:.0f} s"
     )
