@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import shutil
+import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kda_backend import LANES
 from kda_tooling.cli import app
 from kda_tooling.commands.demo import ASSETS
+from kda_tooling.commands.options import resolve_device
 from kda_tooling.demo import run as demo_module
+from kda_tooling.demo import training
 from kda_tooling.demo.corpus import HELD_OUT, read_held_out
 from kda_tooling.demo.decoding import Decoded
 from kda_tooling.demo.model import (
@@ -28,6 +34,11 @@ from kda_tooling.demo.model import (
 from kda_tooling.demo.training import bits_of
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def words(output: str) -> str:
+    """The output as one line, without the frame of an error."""
+    return " ".join(output.replace("│", " ").split())
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +76,10 @@ def test_help_has_an_example(command: list[str]) -> None:
         (["--prompt-file", "EMPTY", "--prompt-bytes", "9"], "'--prompt-bytes': 9 is about held-out modules"),
         (["--model", "no/such/folder"], "does not exist; make one with"),
         (["--device", "toaster"], "'toaster' is not a device"),
+        (["--device", "cpu:1"], "'cpu:1' is not a device"),
+        (["--draft-tokens", "1000000000"], "'--draft-tokens': "),
+        (["--ring-length", "1000000000"], "'--ring-length': "),
+        (["--bytes", "1000000000"], "'--bytes': "),
         (["--nonsense"], "--nonsense"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -87,12 +102,161 @@ def test_wrong_arguments_exit_with_2_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--minutes", "0"], ["--minutes", "nan"], ["--batch", "0"], ["--learning-rate", "-1"]], ids=" ".join
+    "arguments",
+    [
+        ["--minutes", "0"],
+        ["--minutes", "nan"],
+        ["--minutes", "inf"],
+        ["--batch", "0"],
+        ["--learning-rate", "-1"],
+        ["--learning-rate", "inf"],
+        ["--sequence", "100000000"],
+        ["--sequence", "65536", "--batch", "64"],
+        ["--seed", "99999999999999999999999"],
+        ["--seed", "-1"],
+    ],
+    ids=" ".join,
 )
 def test_wrong_training_arguments_exit_with_2(arguments: list[str], tmp_path: Path) -> None:
     result = runner.invoke(app, ["train-demo", "--out", str(tmp_path), *arguments])
     assert result.exit_code == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["FILE", "FILE/below", "LOOSE_LINK"])
+def test_where_no_model_can_be_saved_none_is_trained(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "train_demo", None)
+    (tmp_path / "FILE").write_text("kept")
+    (tmp_path / "LOOSE_LINK").symlink_to(tmp_path / "nowhere")
+    result = runner.invoke(app, ["train-demo", "--device", "cpu", "--out", str(tmp_path / folder)])
+    assert result.exit_code == 2, result.output
+    assert "is not a folder" in words(result.output)
+    assert (tmp_path / "FILE").read_text() == "kept"
+
+
+@pytest.mark.parametrize("where", ["loss", "bits"])
+def test_a_diverged_model_is_not_saved(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "bits":
+        monkeypatch.setattr(training, "bits_of", lambda model, documents: math.nan)
+    else:
+        plain = training.KdaLanguageModel.forward
+        steps = iter(range(1000))
+
+        def forward(self: KdaLanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+            # Diverges in the third step, the last one: the loss is looked at in every tenth.
+            return plain(self, tokens) * (math.nan if next(steps) == 2 else 1.0)
+
+        clock = iter([0.0, 0.0, 1.0, 2.0, 7.0, 7.0])
+        monkeypatch.setattr(training.KdaLanguageModel, "forward", forward)
+        monkeypatch.setattr(training.time, "monotonic", lambda: next(clock, 7.0))
+        monkeypatch.setattr(training, "Progress", NoProgress)
+    arguments = ["--minutes", "0.1" if where == "loss" else "0.0001", "--batch", "1", "--sequence", "64", "--json"]
+    result = runner.invoke(
+        app, ["train-demo", "--out", str(tmp_path), "--device", "cpu", "--eval-bytes", "2000", *arguments]
+    )
+    assert result.exit_code == 1, (result.output, result.exception)
+    assert "diverged, nothing is saved" in words(result.output)
+    assert not result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+class NoProgress:
+    """In place of rich's progress bar, whose thread reads the clock that the test winds."""
+
+    def __init__(self, *columns: object, **options: object) -> None:
+        pass
+
+    def __enter__(self) -> NoProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def add_task(self, *arguments: object, **options: object) -> int:
+        return 0
+
+    update = add_task
+
+
+def edited(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of the model in ``folder`` with its JSON changed."""
+    shutil.copytree(folder, to)
+    metadata = json.loads((to / "demo_model.json").read_text())
+    change(metadata)
+    (to / "demo_model.json").write_text(json.dumps(metadata))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.clear(), "its config must have the keys"),
+        (lambda d: d.update(config=5), "its config must have the keys"),
+        (lambda d: d["config"].update(width=33), "does not fit the config"),
+        (lambda d: d["config"].update(width=10**30), "width must be a whole number within 1..65536"),
+        (lambda d: d["config"].update(num_layers="3"), "num_layers must be a whole number within 1..1024, got '3'"),
+        (lambda d: d["config"].update(head_dim=96), "head_dim must be a whole number of 64, 128, got 96"),
+        (lambda d: d["config"].update(vocab=300), "vocab must be a whole number of 256, got 300"),
+        (lambda d: d["config"].update(lower_bound=math.nan), "lower_bound must be a number below 0, got nan"),
+        (lambda d: d.update(bits_per_byte={"model": "x"}), "its bits_per_byte must be"),
+    ],
+)
+def test_a_model_whose_description_does_not_fit_is_refused(
+    change: Callable[[dict[str, Any]], object], message: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = edited(tiny_folder, tmp_path / "model", change)
+    result = runner.invoke(app, ["demo", "--model", str(folder)])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert message in words(result.output)
+
+
+@pytest.mark.parametrize("broken", ["no json", "json text", "not UTF-8", "truncated", "empty", "nan"])
+def test_a_model_that_cannot_be_read_is_refused(broken: str, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = edited(tiny_folder, tmp_path / "model", lambda metadata: None)
+    weights, description = folder / "demo_model.safetensors", folder / "demo_model.json"
+    if broken == "no json":
+        description.unlink()
+    elif broken in ("json text", "not UTF-8"):
+        description.write_bytes(b"{" if broken == "json text" else b"\xff")
+    elif broken == "nan":
+        tensors = load_file(weights)
+        tensors["out_norm"][3] = math.nan
+        save_file(tensors, weights)
+    else:
+        weights.write_bytes(weights.read_bytes()[:1000] if broken == "truncated" else b"")
+    result = runner.invoke(app, ["demo", "--model", str(folder)])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert str(folder / "demo_model") in "".join(words(result.output).split())
+
+
+def test_a_model_with_numbers_that_json_lacks_is_not_saved(tmp_path: Path) -> None:
+    model = KdaLanguageModel(ModelConfig(num_layers=1, width=32, num_heads=1, mlp_width=32))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_model(model, tmp_path / "m.safetensors", {"bits": math.nan})
+    with torch.no_grad():
+        model.out_norm[0] = math.inf
+    with pytest.raises(ValueError, match="not finite: out_norm"):
+        save_model(model, tmp_path / "m.safetensors", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_sets_no_colours_titles_or_markup(tiny_folder: Path, tmp_path: Path, device: str) -> None:
+    text = tmp_path / "[red]x[bold].md"
+    text.write_bytes(b"\x1b]0;owned\x07 \x1b[31m [/b] [link=x] \x9b2J caf\xe9 \r\nab")
+    arguments = ["--model", str(tiny_folder), "--prompt-file", str(text), "--bytes", "2", "--lanes", "fused"]
+    for charset in ("utf-8", "ascii"):
+        plain = CliRunner(charset=charset, env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+        result = plain.invoke(app, ["demo", *arguments, "--device", device, "--processes", "1"])
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert "[red]x[bold].md" in result.output
+        assert "[/b] [link=x]" in result.output
+        assert not {one for one in result.output if unicodedata.category(one) == "Cc"} - {"\n"}
+
+
+def test_the_first_cpu_is_the_cpu(tiny_folder: Path) -> None:
+    assert resolve_device("cpu:0") == "cpu"
 
 
 def test_a_small_run_end_to_end(tiny_folder: Path, tmp_path: Path, device: str) -> None:
@@ -190,6 +354,8 @@ def test_training_writes_a_model_that_loads_and_its_measurements(tmp_path: Path)
     assert stored["safetensors_bytes"] == (tmp_path / "demo_model.safetensors").stat().st_size <= MAX_ASSET_BYTES
     assert 2.0 < metadata["bits_per_byte"]["byte_3gram"] < 4.0 < metadata["bits_per_byte"]["model"]
     assert str(tmp_path) not in metadata["command"]
+    for option in ("--minutes 0.0001", "--batch 1", "--sequence 64", "--eval-bytes 2000", "--learning-rate 0.004"):
+        assert option in metadata["command"]
     # Loaded values are exactly the stored ones.
     for name, tensor in shipped_tensors(model).items():
         assert torch.equal(tensor.float(), model.state_dict()[name]), name

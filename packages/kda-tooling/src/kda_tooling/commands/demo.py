@@ -14,6 +14,9 @@ from kda_tooling.commands.options import LANES, choose_kernels, refuse, resolve_
 ASSETS = Path(__file__).parent.parent / "assets"
 PROMPTS = 3
 PROMPT_BYTES = 768
+MAX_DRAFT_TOKENS = 64
+MAX_RING_LENGTH = 1024
+MAX_BYTES = 1 << 16
 
 
 def register(app: typer.Typer) -> None:
@@ -33,8 +36,10 @@ def _lanes(value: str) -> tuple[str, ...]:
 
 
 def demo(
-    draft_tokens: Annotated[int, typer.Option(help="Tokens verified per round, the root included.", min=1)] = 4,
-    num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to decode per prompt.", min=1)] = 48,
+    draft_tokens: Annotated[
+        int, typer.Option(help="Tokens verified per round, the root included.", min=1, max=MAX_DRAFT_TOKENS)
+    ] = 4,
+    num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to decode per prompt.", min=1, max=MAX_BYTES)] = 48,
     lanes: Annotated[str, typer.Option(help="Comma-separated lanes to compare.")] = ",".join(LANES),
     prompts: Annotated[
         int | None, typer.Option(help=f"Prompts from held-out modules; default: {PROMPTS}.", min=1)
@@ -46,7 +51,8 @@ def demo(
         list[Path] | None, typer.Option(help="Continue this file's text instead (its last 4096 bytes); repeatable.")
     ] = None,
     ring_length: Annotated[
-        int | None, typer.Option(help="Records per slot of the ring; default: the draft tokens.", min=1)
+        int | None,
+        typer.Option(help="Records per slot of the ring; default: the draft tokens.", min=1, max=MAX_RING_LENGTH),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu (Triton's interpreter), cuda or cuda:N.")] = "auto",
     model: Annotated[
@@ -83,10 +89,16 @@ def demo(
             if prompt_file
             else held_out_prompts(prompts or PROMPTS, prompt_bytes or PROMPT_BYTES)
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise refuse("--prompt-file" if prompt_file else "--prompts", str(error)) from None
     device = resolve_device(device)
     choose_kernels(device)
+    from kda_tooling.demo.model import load_model
+
+    try:
+        load_model(weights)
+    except (ValueError, OSError) as error:
+        raise refuse("--model", str(error)) from None
     from kda_tooling.demo.report import run_with_progress, show
     from kda_tooling.demo.run import DemoSettings, passed
 
@@ -94,7 +106,7 @@ def demo(
     settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes)
     report = run_with_progress(settings, texts, console)
     if as_json:
-        typer.echo(json.dumps(report))
+        typer.echo(json.dumps(report, allow_nan=False))
     else:
         show(report, console)
     if not passed(report):

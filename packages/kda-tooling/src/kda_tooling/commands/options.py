@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
@@ -18,9 +20,9 @@ def interpreter_chosen() -> bool:
 
 
 def positive(value: float | None) -> float | None:
-    """Typer callback for numbers above 0."""
-    if value is not None and not value > 0:
-        raise typer.BadParameter(f"{value} is not greater than 0.")
+    """Typer callback for finite numbers above 0."""
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value} is not a finite number greater than 0.")
     return value
 
 
@@ -35,6 +37,28 @@ def check_output_file(option: str, path: Path) -> None:
         raise refuse(option, f"{path} is a folder.")
     if not path.absolute().parent.is_dir():
         raise refuse(option, f"the folder {path.absolute().parent} is missing.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise refuse(option, f"{path} cannot be written.")
+
+
+def check_output_folder(option: str, path: Path) -> None:
+    """Refuse a folder that could neither be written nor made. Raises ``typer.BadParameter``."""
+    nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise refuse(option, f"{nearest} is not a folder; give a folder, which is made where it is missing.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise refuse(option, f"the folder {nearest} cannot be written.")
+
+
+def check_distinct(files: Mapping[str, Path | None]) -> None:
+    """Refuse two options that name one file. Raises ``typer.BadParameter``."""
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        other = seen.setdefault(path.resolve(), option)
+        if other != option:
+            raise refuse(option, f"{path} is also the file of {other}: one would overwrite the other.")
 
 
 def resolve_device(value: str) -> str:
@@ -44,14 +68,20 @@ def resolve_device(value: str) -> str:
     if value == "auto":
         return "cuda" if torch.cuda.is_available() and not interpreter_chosen() else "cpu"
     try:
-        kind = torch.device(value).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
+        device = torch.device(value)
+    except (RuntimeError, ValueError):
+        device = None
+    kind = device.type if device else ""
+    index = device.index if device and device.index is not None else 0
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and index):
         raise refuse("--device", f"{value!r} is not a device; allowed are auto, cpu, cuda, cuda:N.")
     if kind == "cuda" and not torch.cuda.is_available():
         raise refuse("--device", f"{value!r} was asked for, but torch sees no GPU here; use --device cpu.")
-    return value
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise refuse(
+            "--device", f"{value!r} is not there: torch sees {torch.cuda.device_count()} GPUs, from cuda:0 on."
+        )
+    return "cpu" if kind == "cpu" else value  # cpu:0 is the CPU too, and what follows compares with its name
 
 
 def choose_kernels(device: str) -> None:

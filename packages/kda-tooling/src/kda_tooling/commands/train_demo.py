@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kda_tooling.commands.options import positive, resolve_device
+from kda_tooling.commands.options import check_output_folder, positive, refuse, resolve_device
+from kda_tooling.terminal import plain
+
+MAX_BATCH = 4096
+MAX_SEQUENCE = 1 << 16
+MAX_STEP_BYTES = 1 << 20
+"""Batch times sequence: 16 times the default. A step's memory grows with it."""
+
+MAX_MINUTES = 24 * 60
 
 
 def register(app: typer.Typer) -> None:
@@ -23,17 +31,28 @@ def register(app: typer.Typer) -> None:
 
 def train_demo(
     out: Annotated[Path, typer.Option(help="Folder that gets demo_model.safetensors and demo_model.json.")],
-    minutes: Annotated[float, typer.Option(help="Wall-clock minutes of training.", callback=positive)] = 4.5,
-    batch: Annotated[int, typer.Option(help="Sequences a step.", min=1)] = 64,
-    sequence: Annotated[int, typer.Option(help="Bytes a sequence.", min=8)] = 1024,
+    minutes: Annotated[
+        float, typer.Option(help="Wall-clock minutes of training.", callback=positive, max=MAX_MINUTES)
+    ] = 4.5,
+    batch: Annotated[int, typer.Option(help="Sequences a step.", min=1, max=MAX_BATCH)] = 64,
+    sequence: Annotated[int, typer.Option(help="Bytes a sequence.", min=8, max=MAX_SEQUENCE)] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", callback=positive)] = 4e-3,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.", min=0, max=2**63 - 1)] = 0,
     compile_model: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
     eval_bytes: Annotated[int | None, typer.Option(help="Measure on about so many held-out bytes only.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metadata as JSON on stdout.")] = False,
 ) -> None:
-    """Train the demo's byte-level model on the standard library's source and measure it on held-out modules."""
+    """Train the demo's byte-level model on the standard library's source and measure it on held-out modules.
+
+    Exit code 1 when the model diverged (nothing is saved), 2 for wrong arguments.
+    """
+    if batch * sequence > MAX_STEP_BYTES:
+        raise refuse(
+            "--sequence",
+            f"{batch} sequences of {sequence} bytes are {batch * sequence} a step; at most {MAX_STEP_BYTES}.",
+        )
+    check_output_folder("--out", out)
     device = resolve_device(device)
     from kda_tooling.demo import training
 
@@ -49,14 +68,19 @@ def train_demo(
     )
     console = Console(stderr=True)
     command = (
-        f"kda train-demo --minutes {minutes:g} --batch {batch} --sequence {sequence} --learning-rate {learning_rate:g} "
-        f"--seed {seed} --device {device}{' --compile' if compile_model else ''} --out OUT"
+        f"kda train-demo --minutes {minutes} --batch {batch} --sequence {sequence} --learning-rate {learning_rate} "
+        f"--seed {seed} --device {device}{' --compile' if compile_model else ''}"
+        f"{'' if eval_bytes is None else f' --eval-bytes {eval_bytes}'} --out OUT"
     )
-    metadata = training.train_demo(settings, out, command, console)
+    try:
+        metadata = training.train_demo(settings, out, command, console)
+    except training.DivergedError as error:
+        console.print(f"[red]The model diverged, nothing is saved:[/red] {plain(error)}", highlight=False)
+        raise typer.Exit(1) from None
     bits = metadata["bits_per_byte"]
     console.print(
         f"held-out bits per byte: model [bold]{bits['model']:.3f}[/bold], "
-        f"byte 3-gram [bold]{bits['byte_3gram']:.3f}[/bold] ({bits['byte_3gram_smoothing']}); saved in {out}"
+        f"byte 3-gram [bold]{bits['byte_3gram']:.3f}[/bold] ({bits['byte_3gram_smoothing']}); saved in {plain(out)}"
     )
     if as_json:
-        typer.echo(json.dumps(metadata))
+        typer.echo(json.dumps(metadata, allow_nan=False))

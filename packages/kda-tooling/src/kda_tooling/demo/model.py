@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kda_kernels import CONV_WIDTH
+from kda_kernels.shapes import SUPPORTED_HEAD_DIMS
 from kda_tooling.demo.chunked import chunked_kda
 
 MAX_ASSET_BYTES = 2 * 1024 * 1024
+VOCAB = 256
+"""Tokens are bytes."""
+
 FP32_PARAMETERS = ("A_log", "dt_bias")
 """Parameters that the kernels read in fp32; everything else is shipped as bf16."""
 
@@ -40,7 +44,7 @@ class ModelConfig:
     head_dim: int = 64
     mlp_width: int = 416
     lower_bound: float = -5.0
-    vocab: int = 256
+    vocab: int = VOCAB
 
     @property
     def conv_dim(self) -> int:
@@ -179,33 +183,99 @@ def shipped_tensors(model: KdaLanguageModel) -> dict[str, Tensor]:
 def save_model(model: KdaLanguageModel, weights: Path, metadata: dict[str, Any]) -> None:
     """Write ``weights`` (safetensors) and the JSON beside it, whose ``config`` key :func:`load_model` needs.
 
-    Raises ``ValueError`` when the file would pass :data:`MAX_ASSET_BYTES`.
+    Raises ``ValueError``, before anything is written, when the file would pass :data:`MAX_ASSET_BYTES` or a number is
+    not finite.
     """
     from safetensors.torch import save
 
-    data = save(shipped_tensors(model))
+    tensors = shipped_tensors(model)
+    _check_finite(tensors)
+    data = save(tensors)
     if len(data) > MAX_ASSET_BYTES:
         raise ValueError(
             f"config={model.config} gives {len(data)} bytes of safetensors, allowed are {MAX_ASSET_BYTES}. "
             "Lower width, mlp_width or num_layers."
         )
+    document = {"config": asdict(model.config), "safetensors_bytes": len(data), **metadata}
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     weights.parent.mkdir(parents=True, exist_ok=True)
     weights.write_bytes(data)
-    document = {"config": asdict(model.config), "safetensors_bytes": len(data), **metadata}
-    weights.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    weights.with_suffix(".json").write_text(text, encoding="utf-8")
+
+
+def _check_finite(tensors: dict[str, Tensor]) -> None:
+    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if wrong:
+        raise ValueError(f"weights of the model are not finite: {', '.join(wrong)}")
+
+
+def _config_of(metadata: Any) -> ModelConfig:
+    """The checked ``config`` of a model's JSON: sizes that the kernels and bytes as tokens allow."""
+    names = [field.name for field in fields(ModelConfig)]
+    given = metadata.get("config") if isinstance(metadata, dict) else None
+    if not isinstance(given, dict) or set(given) != set(names):
+        raise ValueError(f"its config must have the keys {', '.join(names)}")
+    for name in names:
+        value = given[name]
+        if name == "lower_bound":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1e6 < value < 0:
+                raise ValueError(f"its config's lower_bound must be a number below 0, got {value!r}")
+            continue
+        allowed = {"head_dim": SUPPORTED_HEAD_DIMS, "vocab": (VOCAB,), "num_layers": range(1, 1025)}
+        sizes = allowed.get(name, range(1, (1 << 16) + 1))
+        if type(value) is not int or value not in sizes:
+            said = f"within {sizes[0]}..{sizes[-1]}" if isinstance(sizes, range) else f"of {', '.join(map(str, sizes))}"
+            raise ValueError(f"its config's {name} must be a whole number {said}, got {value!r}")
+    return ModelConfig(**given)
+
+
+def _check_bits(metadata: dict[str, Any]) -> None:
+    """``bits_per_byte`` may be missing; where it is there, it is what reports print."""
+    bits = metadata.get("bits_per_byte")
+    if bits is None:
+        return
+    values = [bits.get(name) for name in ("model", "byte_3gram")] if isinstance(bits, dict) else [None]
+    if not all(isinstance(value, int | float) and 0 <= value < 1e6 for value in values):
+        raise ValueError(f"its bits_per_byte must be an object with numbers model and byte_3gram, got {bits!r}")
 
 
 def load_model(weights: Path, device: str | torch.device = "cpu") -> tuple[KdaLanguageModel, dict[str, Any]]:
     """Read a saved model and its metadata. Parameters come back in fp32 holding exactly the stored values.
 
-    Raises ``FileNotFoundError`` when the safetensors or the JSON beside it is missing.
+    Raises ``FileNotFoundError`` when the safetensors or the JSON beside it is missing, ``ValueError`` when one cannot
+    be read or they do not fit each other.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    for path in (weights, weights.with_suffix(".json")):
+    description = weights.with_suffix(".json")
+    for path in (weights, description):
         if not path.is_file():
             raise FileNotFoundError(f"no model file {path}; train one with `kda train-demo --out {weights.parent}`.")
-    metadata = json.loads(weights.with_suffix(".json").read_text())
-    model = KdaLanguageModel(ModelConfig(**metadata["config"]))
-    model.load_state_dict({name: tensor.float() for name, tensor in load_file(weights).items()})
+    try:
+        metadata = json.loads(description.read_text(encoding="utf-8"))
+        config = _config_of(metadata)
+        _check_bits(metadata)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{description} does not describe a model: {error}") from None
+    try:
+        tensors = load_file(weights)
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is no readable safetensors file: {error}") from None
+    with torch.device("meta"):  # sizes of any config cost nothing there
+        wanted = {name: tuple(tensor.shape) for name, tensor in KdaLanguageModel(config).state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{weights} does not fit the config in {description.name}: {len(wrong)} tensors differ, the first is "
+            f"{name} with shape {given.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
+        )
+    try:
+        _check_finite(tensors)
+    except ValueError as error:
+        raise ValueError(f"{weights}: {error}") from None
+    model = KdaLanguageModel(config)
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     return model.to(device).eval().requires_grad_(False), metadata

@@ -26,6 +26,10 @@ EVAL_WINDOW = 2048
 REPORTS = 20
 
 
+class DivergedError(RuntimeError):
+    """The loss or what was measured of the model is no finite number."""
+
+
 @dataclass(frozen=True)
 class TrainSettings:
     """A training run: ``batch`` sequences of ``sequence`` bytes a step, for ``minutes`` of wall clock."""
@@ -72,7 +76,7 @@ def _batches(text: Tensor, settings: TrainSettings) -> Iterator[tuple[Tensor, Te
 def fit(model: KdaLanguageModel, train_text: bytes, settings: TrainSettings, console: Console) -> dict[str, float]:
     """Train ``model`` in place for ``settings.minutes``; returns steps, bytes seen, seconds and the last loss (bits).
 
-    Raises ``RuntimeError`` when the loss stops being finite.
+    Raises :class:`DivergedError` when the loss stops being finite.
     """
     device = torch.device(settings.device)
     text = torch.frombuffer(bytearray(train_text), dtype=torch.uint8).to(device)
@@ -110,20 +114,27 @@ def fit(model: KdaLanguageModel, train_text: bytes, settings: TrainSettings, con
             step += 1
             # Reading the loss waits for the GPU; the wait also keeps the wall clock honest.
             if step % 10 == 0 or step == 1:
-                shown = average.item() / math.log(2)
-                if not math.isfinite(shown):
-                    raise RuntimeError(f"loss is {shown} at step {step}; lower --learning-rate.")
+                shown = _bits(average, step)
                 progress.update(task, completed=min(elapsed / seconds, 1.0), step=step, loss=shown)
                 if elapsed / seconds * REPORTS >= reported + 1 and not console.is_terminal:
                     reported = int(elapsed / seconds * REPORTS)
                     console.print(f"{elapsed:6.0f} s  step {step:6d}  {shown:.4f} bits/byte")
-        progress.update(task, completed=1.0, step=step)
+        shown = _bits(average, step)  # the steps since the last look may have diverged
+        progress.update(task, completed=1.0, step=step, loss=shown)
     return {
         "steps": step,
         "bytes_seen": step * settings.batch * settings.sequence,
         "seconds": round(time.monotonic() - start, 1),
         "train_bits_per_byte": round(shown, 4),
     }
+
+
+def _bits(average: Tensor | None, step: int) -> float:
+    """The running loss in bits; DivergedError where it is no number. NaN and infinity stay in a running average."""
+    bits = math.nan if average is None else average.item() / math.log(2)
+    if not math.isfinite(bits):
+        raise DivergedError(f"the loss is {bits} at step {step}; lower --learning-rate.")
+    return bits
 
 
 @torch.no_grad()
@@ -161,6 +172,8 @@ def train_demo(settings: TrainSettings, out: Path, command: str, console: Consol
     """Train, round to the shipped precision, measure beside the byte 3-gram, save; returns the metadata written.
 
     ``out`` is a folder; it gets ``demo_model.safetensors`` and ``demo_model.json``.
+
+    Raises :class:`DivergedError`, before anything is written, when the loss or the measured bits are not finite.
     """
     torch.manual_seed(settings.seed)
     corpus = load_corpus()
@@ -187,6 +200,8 @@ def train_demo(settings: TrainSettings, out: Path, command: str, console: Consol
     model.eval()
     with console.status("measuring held-out bits per byte"):
         model_bits = bits_of(model, documents)
+    if not math.isfinite(model_bits):
+        raise DivergedError(f"the trained model needs {model_bits} bits for held-out text; lower --learning-rate.")
     cuda = settings.device.startswith("cuda")
     metadata: dict[str, Any] = {
         "bits_per_byte": {
