@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kda_tooling.commands.options import check_output_file, refuse
+from kda_tooling.commands.options import check_distinct, check_output_file, check_output_folder, refuse
+from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
     from kda_tooling.compiling.report import CompiledKernel, JobResult
@@ -67,6 +68,12 @@ def compile_report(
         raise refuse("--check", "excludes --write-budget: check first, then write if it is meant.")
     if json_file is not None:
         check_output_file("--json", json_file)
+    if check or write:
+        check_distinct({"--budget": budget, "--json": json_file})
+    if write:
+        check_output_folder("--budget", budget.parent)
+        if budget.exists():
+            check_output_file("--budget", budget)
 
     import triton
 
@@ -79,7 +86,9 @@ def compile_report(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        limits = load_budget(budget, triton.__version__) if check else {}
+        # A partial write keeps the other entries, so it must be able to read them.
+        kept = write and not selection.everything and budget.exists()
+        limits = load_budget(budget, triton.__version__) if check or kept else {}
     except BudgetError as error:
         raise refuse("--budget", str(error)) from None
     start = time.perf_counter()
@@ -102,7 +111,7 @@ def compile_report(
     console.print(f"{len(measured)} kernels compiled with triton {triton.__version__} in {seconds:.0f} s")
     if problems:
         for problem in problems:
-            console.print(f"[red]{problem}[/red]", soft_wrap=True, highlight=False)
+            console.print(f"[red]{plain(problem)}[/red]", soft_wrap=True, highlight=False)
         if check:
             console.print(
                 "Undo the change that caused this, or, if it is worth its cost, write a new budget with "
@@ -111,9 +120,9 @@ def compile_report(
             )
         raise typer.Exit(1)
     if check:
-        console.print(f"within the budget {budget}")
+        console.print(f"within the budget {plain(budget)}")
     if write:
-        console.print(f"wrote {budget}")
+        console.print(f"wrote {plain(budget)}")
 
 
 def _compile_with_progress(console: Console, selection: Selection, jobs: int | None) -> list[JobResult]:
@@ -134,7 +143,7 @@ def _compile_with_progress(console: Console, selection: Selection, jobs: int | N
             selection,
             jobs=jobs,
             on_start=lambda total: progress.update(task, total=total),
-            on_done=lambda done: progress.update(task, advance=1, description=f"{done.target} {done.config}"),
+            on_done=lambda done: progress.update(task, advance=1, description=plain(f"{done.target} {done.config}")),
         )
 
 
@@ -142,14 +151,14 @@ def _print_tables(console: Console, measured: list[CompiledKernel]) -> None:
     from kda_tooling.compiling.specs import KERNELS
 
     for target in dict.fromkeys(one.target for one in measured):
-        table = Table(title=target, title_justify="left")
+        table = Table(title=plain(target), title_justify="left")
         table.add_column("kernel", no_wrap=True)
         table.add_column("configuration", no_wrap=True)
         rows = sorted((one for one in measured if one.target == target), key=lambda one: KERNELS.index(one.kernel))
         for figure in rows[0].stats.to_dict():
             table.add_column(figure.replace("_", " "), justify="right")
         for one in rows:
-            table.add_row(one.kernel, one.config, *(str(value) for value in one.stats.to_dict().values()))
+            table.add_row(plain(one.kernel), plain(one.config), *(str(value) for value in one.stats.to_dict().values()))
         console.print(table)
 
 

@@ -36,13 +36,16 @@ class BudgetError(ValueError):
 def load_budget(path: Path, triton_version: str) -> Limits:
     """The limits in ``path``. Raises BudgetError if it is missing, malformed, or not for ``triton_version``."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         written_for, limits = content["triton"], content["limits"]
+        _check_limits(limits)
     except FileNotFoundError:
         raise BudgetError(
             f"there is no budget {path}: run in the repository root, or write one with `{UPDATE}`"
         ) from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise BudgetError(f"budget {path} cannot be read ({error.strerror}): give a file that can") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # JSON's and UTF-8's errors are ValueErrors
         raise BudgetError(f"budget {path} cannot be read ({error!r}): write it anew with `{UPDATE}`") from None
     if written_for != triton_version:
         raise BudgetError(
@@ -50,6 +53,23 @@ def load_budget(path: Path, triton_version: str) -> Limits:
             f"other code: install triton=={written_for}, or write a new budget with `{UPDATE}`"
         )
     return limits
+
+
+def _check_limits(limits: Any) -> None:
+    """ValueError unless ``limits`` is target -> kernel -> configuration -> figure -> whole number."""
+    levels = ("a target", "a kernel", "a configuration", "a figure")
+
+    def check(value: Any, depth: int, name: str) -> None:
+        if depth == len(levels):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name}: expected a whole number from 0 on, got {value!r}")
+            return
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: expected an object, one entry for {levels[depth]}, got {type(value).__name__}")
+        for key, inner in value.items():
+            check(inner, depth + 1, f"{name}: {key}")
+
+    check(limits, 0, "limits")
 
 
 def write_budget(path: Path, measured: Iterable[CompiledKernel], triton_version: str, selection: Selection) -> None:
