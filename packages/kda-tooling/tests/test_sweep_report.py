@@ -170,6 +170,50 @@ def test_report_renews_page_and_picture_by_one_command(stored: Path) -> None:
     assert (stored / "sweep.png").stat().st_size > 10_000
 
 
+def test_what_is_outside_the_markers_keeps_its_bytes(stored: Path) -> None:
+    page = stored / "README.md"
+    page.write_bytes(
+        b"\xef\xbb\xbf" + PAGE.replace("before", "be\rfore").replace("\n", "\r\n").encode() + b"caf\xe9\nend"
+    )
+    before = page.read_bytes()
+    for _ in range(2):
+        result = runner.invoke(app, ["report", str(stored / "verify.json"), "--readme", str(page)])
+        assert result.exit_code == 0, result.output
+    after = page.read_bytes()
+    for marker, side in ((BEGIN.encode(), 0), (END.encode(), 1)):
+        assert after.split(marker)[side] == before.split(marker)[side]
+    inside = after.split(BEGIN.encode())[1].split(END.encode())[0]
+    assert inside.count(b"\n") == inside.count(b"\r\n") > 5
+
+
+def test_a_marker_in_a_name_does_not_double_it() -> None:
+    with pytest.raises(ValueError, match="rename it"):
+        replace_block(PAGE, f"a peer called {END}\n")
+
+
+def test_names_are_shown_as_they_are(example: SweepResult, stored: Path) -> None:
+    odd = "[/red] [bold]x"
+    arms = [dataclasses.replace(arm, owner=odd, lane="$x^{$ |[/b]", name="[/i]") for arm in example.cells[0].arms[:1]]
+    cell = dataclasses.replace(example.cells[0], arms=arms, skipped={"[/a]": "[/b] why"})
+    machine = dataclasses.replace(example.machine, gpu=f"GPU {odd} $x^{{$")
+    result = dataclasses.replace(example, machine=machine, peers={"[/p]": "1"}, cells=[cell])
+    (stored / "odd.json").write_text(result.to_json())
+    arguments = ["report", str(stored / "odd.json"), "--readme", str(stored / "README.md")]
+    for extra in ([], ["--every-arm"]):
+        shown = runner.invoke(app, [*arguments, "--plot", str(stored / "odd.png"), *extra])
+        assert shown.exit_code == 0, (shown.output, shown.exception)
+        for part in (f"GPU {odd}", "[/p] 1", "[/a]: [/b] why", "[/i]" if extra else f"{odd} $x^{{$ |[/b]"):
+            assert part in shown.output, part
+    assert len({len(row) for row in rows((stored / "README.md").read_text().replace("\\|", ""))}) == 1
+
+
+def test_an_output_that_lacks_characters_still_shows_everything(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ascii_runner = CliRunner(charset="ascii", env={"NO_COLOR": "1", "TERM": "dumb"})
+    result = ascii_runner.invoke(app, ["report", str(stored / "verify.json")])
+    assert result.exit_code == 0, result.exception
+    assert "us per layer ~spread" in result.output
+
+
 def test_report_prints_json(stored: Path, example: SweepResult) -> None:
     one = runner.invoke(app, ["report", str(stored / "verify.json"), "--json"])
     assert json.loads(one.stdout) == json.loads(example.to_json())
@@ -185,7 +229,8 @@ def test_report_prints_json(stored: Path, example: SweepResult) -> None:
         ("DIR", "is a directory"),
         ("DIR/README.md", "is not JSON"),
         ("DIR/verify.json --readme DIR/none.md", "does not exist"),
-        ("DIR/verify.json --readme DIR/verify.json", "must have the markers"),
+        ("DIR/verify.json --readme DIR/verify.json", "is also the file of RESULTS"),
+        ("DIR/verify.json --readme DIR/round.json", "must have the markers"),
         ("DIR/verify.json --readme DIR/README.md --plot DIR/sweep.jpg", "must end in .png, .svg or .pdf"),
         ("DIR/verify.json --readme DIR/README.md --plot DIR/none/sweep.png", "is missing"),
         ("DIR/verify.json --nonsense", "No such option"),

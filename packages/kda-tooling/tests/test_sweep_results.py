@@ -61,10 +61,39 @@ def remove(key: str) -> Callable[[dict[str, Any]], object]:
         (lambda d: d["cells"][0].update(arms=[]), "cell 0: no arm was measured"),
         (lambda d: d["cells"][2]["arms"][1].pop("floor_us"), "cell 2: arm 1: expected the keys"),
         (lambda d: d["cells"][2]["arms"][1].update(median_us="3"), "median_us must be float, got '3'"),
-        (lambda d: d["cells"][2]["arms"][1].update(median_us=0), "must be above 0, got 0 and"),
-        (lambda d: d["cells"][2]["arms"][1].update(median_us=math.nan), "must be above 0, got nan"),
+        (lambda d: d["cells"][2]["arms"][1].update(median_us=0), "median_us must be within 1e-06..1e.09, got 0"),
+        (lambda d: d["cells"][2]["arms"][1].update(median_us=math.nan), "median_us must be within .*, got nan"),
         (lambda d: d["cells"][2]["arms"][1].update(passes_us=[]), "one number per pass"),
-        (lambda d: d["cells"][2]["arms"][1].update(passes_us=["1"]), "one number per pass"),
+        (lambda d: d["cells"][2]["arms"][1].update(passes_us=["1"]), "passes_us must be list of float"),
+        (lambda d: d["cells"][2]["arms"][1].update(passes_us=[True]), "passes_us must be list of float"),
+        (lambda d: d["cells"][2]["arms"][1].update(passes_us=[math.nan]), "passes_us must be within .*, got nan"),
+        (lambda d: d["cells"][2]["arms"][1].update(median_us=10**400), "median_us must be within .*characters"),
+        (lambda d: d["cells"][2]["arms"][1].update(floor_us=math.inf), "floor_us must be within .*, got inf"),
+        (lambda d: d["cells"][2]["arms"][1].update(spread=math.nan), "spread must be within .*, got nan"),
+        (lambda d: d["cells"][2]["arms"][1].update(mode="x"), "mode must be one of ring, snapshots, got 'x'"),
+        (lambda d: d["cells"][2]["arms"][1].update(owner=""), "owner must be 1..300 printable characters, got ''"),
+        (lambda d: d["cells"][2]["arms"][1].update(lane="\x1b[2J"), "lane must be 1..300 printable characters"),
+        (lambda d: d["cells"][0].update(batch=0), "cell 0: batch must be within 1..4096, got 0"),
+        (lambda d: d["cells"][0].update(draft_tokens=65), "cell 0: draft_tokens must be within 1..64, got 65"),
+        (lambda d: d["cells"][0].update(accept=5), "cell 0: accept must be within 0..4, got 5"),
+        (lambda d: d["cells"][0].update(layers=0), "cell 0: layers must be within"),
+        (lambda d: d["cells"][0].update(skipped={"a": 5}), "cell 0: skipped must be dict of str"),
+        (lambda d: d["cells"][0].update(skipped={"a": "\x07"}), "cell 0: a: skipped must be 1..300 printable"),
+        (lambda d: d["machine"].update(sm=-5), "machine: sm must be within"),
+        (lambda d: d["machine"].update(copy_bytes_per_second=0), "copy_bytes_per_second must be within"),
+        (lambda d: d["machine"].update(copy_bytes_per_second=math.nan), "copy_bytes_per_second must be within"),
+        (lambda d: d["peers"].update(sglang=5), "peers must be str, got 5"),
+        (lambda d: d["settings"].update(lower_bound="x"), "settings: lower_bound must be float or null, got 'x'"),
+        (lambda d: d["settings"].update(lower_bound=math.nan), "settings: lower_bound must be finite and below 0"),
+        (lambda d: d["settings"].update(draft_tokens=None), "settings: draft_tokens must be list of int, got None"),
+        (lambda d: d["settings"].update(batch_sizes=[0]), "settings: batch_sizes must be within 1..4096; got 0"),
+        (lambda d: d["settings"].update(lanes=5), "settings: lanes must be list of str, got 5"),
+        (lambda d: d["settings"].update(lanes=["x"]), "settings: lanes must name lanes of"),
+        (lambda d: d["settings"].update(peers={"a": 1}), "settings: peers must be list of str"),
+        (lambda d: d["settings"].update(hot="no"), "settings: hot must be bool, got 'no'"),
+        (lambda d: d["settings"].update(dtype=3), "settings: dtype must be str, got 3"),
+        (lambda d: d["settings"].update(kind="other"), "settings: kind must be one of"),
+        (lambda d: d["settings"]["shape"].update(num_heads="x"), "settings: num_heads must be an int"),
     ],
 )
 def test_a_file_that_is_no_sweep_says_why(
@@ -79,7 +108,7 @@ def test_a_file_that_is_no_sweep_says_why(
     assert str(error.value).startswith(str(path))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]", b"3"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]", b"3", b"9" * 5000, b"[" * 100_000])
 def test_a_file_that_is_no_json_object(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     path.write_bytes(content)

@@ -44,6 +44,7 @@ def _table(result: SweepResult, title: str, cells: list[Cell]) -> list[str]:
     lanes, peers = columns(result), peers_of(result)
     heads = [title, *(f"{owner} {lane}" for owner, lane in lanes), "byte floor"]
     heads += [f"best ours / best {peer}" for peer in peers]
+    heads = [head.replace("|", r"\|") for head in heads]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
     lines += [_row(cell, lanes, peers) for cell in cells]
     return lines
@@ -94,12 +95,16 @@ def results_block(results: Sequence[tuple[SweepResult, Path]], page: Path, pictu
 
 
 def replace_block(text: str, block: str) -> str:
-    """``text`` with the part between the markers replaced by ``block``.
+    """``text`` with the part between the markers replaced by ``block``; the block gets the marker's line end.
 
     Raises:
-        ValueError: a marker is missing, doubled, or they stand in the wrong order.
+        ValueError: a marker is missing, doubled, or they stand in the wrong order; or the block holds one.
     """
+    if BEGIN in block or END in block:
+        raise ValueError(f"the results hold a marker, {BEGIN!r} or {END!r}, as a name: rename it")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"the file must have the markers {BEGIN!r} and {END!r} once each, in this order")
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{block}{END}{rest.split(END)[1]}"
+    newline = "\r\n" if rest.startswith("\r\n") else "\n"
+    inside = f"\n{block}".replace("\n", newline)
+    return f"{before}{BEGIN}{inside}{END}{rest.split(END)[1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ def check_picture_path(path: Path) -> None:
         raise ValueError(f"{path} must end in {', '.join(FILE_TYPES[:-1])} or {FILE_TYPES[-1]}")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"{path} is a folder" if path.is_dir() else f"the folder {path.absolute().parent} is missing")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written")
 
 
 def plot(results: Sequence[SweepResult], path: Path) -> None:
@@ -95,7 +98,7 @@ def _panel(axis: Any, result: SweepResult, cells: list[Cell], peers: list[str]) 
         if not points:
             continue
         marker, style = ("o", "-") if owner == OURS else PEER_STYLES[peers.index(owner) % len(PEER_STYLES)]
-        label = f"{owner} {lane}"
+        label = _words(f"{owner} {lane}")
         # fused over unfused and thinner: both can be seen where they coincide
         fused, ours = lane.startswith("fused"), owner == OURS
         (lines[label],) = axis.plot(
@@ -147,4 +150,9 @@ def _heading(result: SweepResult) -> str:
     )
     peers = "".join(f", {name} {version}" for name, version in result.peers.items())
     when = f"{m.date}, torch {m.torch}, triton {m.triton}{peers}, commit {m.commit}"
-    return f"{what}\n{when}"
+    return _words(f"{what}\n{when}")
+
+
+def _words(text: str) -> str:
+    """``text`` for matplotlib, to which two dollar signs would be a formula."""
+    return text.replace("$", r"\$")

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from kda_kernels import KdaShape
+from kda_tooling.bench.fields import check_number, check_text, check_type, checked_fields
 from kda_tooling.bench.machine import Machine
-from kda_tooling.bench.settings import KINDS, SweepSettings
+from kda_tooling.bench.settings import KINDS, MAX_BATCH, MAX_DRAFT_TOKENS, SweepSettings
 
 SCHEMA = 1
 SETTINGS = frozenset(field.name for field in fields(SweepSettings))
 """What a result states of the settings: all of them."""
 
 SHAPE = frozenset(field.name for field in fields(KdaShape))
+MODES = ("ring", "snapshots")
+LEAST_US, MOST_US = 1e-6, 1e9
+"""Latencies that are read back: what no kernel takes would stretch an axis until it cannot be drawn."""
+
+MOST_COUNT = 1 << 62
+MOST_BYTES_PER_SECOND = 1e18
 
 
 @dataclass(frozen=True)
@@ -117,51 +124,79 @@ class SweepResult:
         return json.dumps(head, indent=1, allow_nan=False)[:-2] + ',\n "cells": [\n' + ",\n".join(cells) + "\n ]\n}"
 
 
-def _from_dict(cls: type, data: Any, where: str) -> Any:
-    """An instance of ``cls`` from its JSON object, which must have exactly its fields, each of its type."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected an object, got {type(data).__name__}")
-    hints = get_type_hints(cls)
-    if set(data) != set(hints):
-        raise ValueError(f"{where}: expected the keys {sorted(hints)}, got {sorted(data)}")
-    for name, value in data.items():
-        kind = get_origin(hints[name]) or hints[name]
-        allowed = (int, float) if kind is float else (kind,)
-        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{where}: {name} must be {kind.__name__}, got {value!r}")
-    return cls(**data)
+def _machine(data: Any, where: str) -> Machine:
+    machine = Machine(**checked_fields(Machine, data, where))
+    check_number("sm", machine.sm, 0, 10_000, where)
+    check_number("l2_bytes", machine.l2_bytes, 0, MOST_COUNT, where)
+    check_number("copy_bytes_per_second", machine.copy_bytes_per_second, 1.0, MOST_BYTES_PER_SECOND, where)
+    return machine
 
 
 def _arm(data: Any, where: str) -> ArmResult:
-    arm = _from_dict(ArmResult, data, where)
+    arm = ArmResult(**checked_fields(ArmResult, data, where))
     where = f"{where}: {arm.name}"
-    if not (math.isfinite(arm.median_us) and arm.median_us > 0 and math.isfinite(arm.floor_us) and arm.floor_us > 0):
-        raise ValueError(f"{where}: median_us and floor_us must be above 0, got {arm.median_us} and {arm.floor_us}")
-    if not arm.passes_us or not all(isinstance(us, int | float) for us in arm.passes_us):
+    if arm.mode not in MODES:
+        raise ValueError(f"{where}: mode must be one of {', '.join(MODES)}, got {arm.mode!r}")
+    check_number("median_us", arm.median_us, LEAST_US, MOST_US, where)
+    check_number("floor_us", arm.floor_us, LEAST_US, MOST_US, where)
+    check_number("spread", arm.spread, 0.0, 1e6, where)
+    if not arm.passes_us:
         raise ValueError(f"{where}: passes_us must be one number per pass, got {arm.passes_us!r}")
+    for us in arm.passes_us:
+        check_number("passes_us", us, LEAST_US, MOST_US, where)
     return arm
 
 
 def _cell(data: Any, where: str) -> Cell:
-    if isinstance(data, dict) and isinstance(data.get("arms"), list):
-        data = {**data, "arms": [_arm(arm, f"{where}: arm {i}") for i, arm in enumerate(data["arms"])]}
-    cell = _from_dict(Cell, data, where)
+    given = checked_fields(Cell, data, where)
+    if not isinstance(given["arms"], list) or not given["arms"]:
+        raise ValueError(f"{where}: no arm was measured")
+    arms = [_arm(arm, f"{where}: arm {i}") for i, arm in enumerate(given["arms"])]
+    cell = Cell(**{**given, "arms": arms})
     if cell.kind not in KINDS:
         raise ValueError(f"{where}: kind must be one of {', '.join(KINDS)}, got {cell.kind!r}")
-    if not cell.arms:
-        raise ValueError(f"{where}: no arm was measured")
+    check_number("draft_tokens", cell.draft_tokens, 1, MAX_DRAFT_TOKENS, where)
+    check_number("batch", cell.batch, 1, MAX_BATCH, where)
+    check_number("accept", cell.accept, 0, cell.draft_tokens, where)
+    check_number("layers", cell.layers, 1, MOST_COUNT, where)
+    check_number("rotated_bytes", cell.rotated_bytes, 0, MOST_COUNT, where)
+    for name, why in cell.skipped.items():
+        check_text("skipped", name, where)
+        check_text("skipped", why, f"{where}: {name}")
     return cell
+
+
+def _settings(data: Any, where: str) -> dict[str, Any]:
+    """The settings as stored, known to be those of a possible sweep."""
+    if not isinstance(data, dict) or set(data) != SETTINGS:
+        raise ValueError(f"{where} must have the keys {sorted(SETTINGS)}")
+    if not isinstance(data["shape"], dict) or set(data["shape"]) != SHAPE:
+        raise ValueError(f"{where}: shape must have the keys {sorted(SHAPE)}")
+    hints = get_type_hints(SweepSettings)
+    for name, value in data.items():
+        if name != "shape":
+            check_type(name, value, hints[name], where)
+    for name in data["peers"]:
+        check_text("peers", name, where)
+    try:
+        # A result names its peers without their folders, which need not be here.
+        lists = {name: tuple(data[name]) for name in ("lanes", "batch_sizes", "draft_tokens")}
+        SweepSettings(**{**data, **lists, "shape": KdaShape(**data["shape"]), "peers": ()})
+    except (ValueError, TypeError) as error:
+        said = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
+        raise ValueError(f"{where}: {said.replace('modes', 'lanes')}") from None
+    return data
 
 
 def parse_results(text: str, where: str) -> SweepResult:
     """Read a sweep from JSON text; ``where`` names its source in errors.
 
     Raises:
-        ValueError: the text is not a sweep of this schema; the message says what is wrong.
+        ValueError: the text is not a sweep of this schema; the message names the field and what is wrong with it.
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
         raise ValueError(f"{where} is not a sweep of schema {SCHEMA}: write one with kda sweep --json")
@@ -169,16 +204,16 @@ def parse_results(text: str, where: str) -> SweepResult:
         raise ValueError(f"{where}: expected machine, settings, peers and cells, got {sorted(data)}")
     if not isinstance(data["cells"], list) or not data["cells"]:
         raise ValueError(f"{where}: no cell was measured")
-    if not isinstance(data["settings"], dict) or set(data["settings"]) != SETTINGS:
-        raise ValueError(f"{where}: settings must have the keys {sorted(SETTINGS)}")
-    shape = data["settings"]["shape"]
-    if not isinstance(shape, dict) or set(shape) != SHAPE:
-        raise ValueError(f"{where}: settings: shape must have the keys {sorted(SHAPE)}")
+    settings = _settings(data["settings"], f"{where}: settings")
     if not isinstance(data["peers"], dict):
         raise ValueError(f"{where}: peers must be an object, name to version")
+    for name, version in data["peers"].items():
+        check_text("peers", name, where)
+        check_type("peers", version, str, where)
+        check_text("peers", version, f"{where}: {name}")
     return SweepResult(
-        machine=_from_dict(Machine, data["machine"], f"{where}: machine"),
-        settings=data["settings"],
+        machine=_machine(data["machine"], f"{where}: machine"),
+        settings=settings,
         peers=data["peers"],
         cells=[_cell(cell, f"{where}: cell {i}") for i, cell in enumerate(data["cells"])],
     )

@@ -18,6 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_BATCH = 4096
 MAX_DRAFT_TOKENS = 64
 MAX_PASSES = 1001
+MAX_HEADS = 1024
 DEFAULT_SHAPE = KdaShape(8, 8, 128, 128)
 
 
@@ -69,6 +70,8 @@ class SweepSettings:
             wrong = [str(value) for value in values if not 1 <= value <= most]
             if wrong or not values:
                 raise ValueError(f"{option} must be within 1..{most}; got {', '.join(wrong) or 'none'}")
+        if self.shape.num_v_heads > MAX_HEADS:  # a multiple of the query heads, so never fewer
+            raise ValueError(f"--hv-heads (default: --heads) must be at most {MAX_HEADS}; got {self.shape.num_v_heads}")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
         if self.lower_bound is not None and not -math.inf < self.lower_bound < 0:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from kda_tooling.commands.options import check_distinct, check_output_file
+from kda_tooling.terminal import plain
+
 if TYPE_CHECKING:
     from kda_tooling.bench.results import SweepResult
 
@@ -26,9 +29,14 @@ def show(result: SweepResult, every_arm: bool, to_stderr: bool = False) -> None:
     console = Console(stderr=to_stderr)
     if not console.is_terminal:
         console = Console(stderr=to_stderr, width=200)
-    console.print(header(result))
+    console.print(plain(header(result)))
     for table in tables(result, every_arm):
         console.print(table)
+
+
+def _read(page: Path) -> str:
+    """The page's text with its own line ends, whatever else it holds kept for `str.encode` with surrogateescape."""
+    return page.read_bytes().decode("utf-8", "surrogateescape")
 
 
 def report(
@@ -48,13 +56,17 @@ def report(
     from kda_tooling.bench.plot import plot as draw
     from kda_tooling.bench.results import load_results
 
+    if readme is not None:
+        check_output_file("--readme", readme)
+    for source in results:
+        check_distinct({"RESULTS": source, "--readme": readme, "--plot": plot})
     try:
         loaded = [(load_results(path), path) for path in results]
-        page = None if readme is None else replace_block(readme.read_text(), results_block(loaded, readme, plot))
+        page = None if readme is None else replace_block(_read(readme), results_block(loaded, readme, plot))
         if plot is not None:
             draw([result for result, _ in loaded], plot)
         if readme is not None and page is not None:
-            readme.write_text(page)
+            readme.write_bytes(page.encode("utf-8", "surrogateescape"))
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if json:

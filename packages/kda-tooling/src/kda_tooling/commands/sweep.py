@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import LANES, check_output_file, interpreter_chosen, refuse
+from kda_tooling.commands.options import LANES, check_distinct, check_output_file, interpreter_chosen, refuse
 from kda_tooling.commands.report import show
+from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
     from kda_tooling.bench.results import SweepResult
@@ -57,6 +58,7 @@ def _check_outputs(json: Path | None, plot: Path | None) -> None:
             check_picture_path(plot)
         except ValueError as error:
             raise refuse("--plot", f"{error}.") from None
+    check_distinct({"--json": json, "--plot": plot})
 
 
 def _lower_bound(value: str) -> float | None:
@@ -177,7 +179,7 @@ def _measure(settings: SweepSettings) -> SweepResult:
             result = run_sweep(settings, on_cell)
             progress.update(task, completed=len(cells))
     except BitsDifferError as error:
-        console.print(f"[red]Bits differ, nothing was timed:[/red] {error}", highlight=False)
+        console.print(f"[red]Bits differ, nothing was timed:[/red] {plain(error)}", highlight=False)
         raise typer.Exit(1) from None
     console.print(f"compiled in {compiled - started:.0f} s, measured in {time.monotonic() - compiled:.0f} s")
     return result
