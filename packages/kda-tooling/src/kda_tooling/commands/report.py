@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(
-        epilog="Example: [bold]kda report benchmarks/measured/h200-verify.json --readme README.md --plot docs/sweep.png[/bold]"
+        epilog="Example: [bold]kda report benchmarks/measured/h200-verify.json --readme README.md "
+        "--plot docs/sweep.png[/bold]"
     )(report)
 
 
