@@ -40,6 +40,8 @@ def test_examples_run(device: str) -> None:
     )
     names: dict[str, Any] = {
         "slots": torch.tensor([2, -1], device=device),
+        "conv_state": normal(2, 3, SHAPE.conv_dim),
+        "ssm_state": normal(2, SHAPE.num_v_heads, SHAPE.head_v_dim, SHAPE.head_k_dim, dtype=torch.float32),
         "accept_lens": torch.tensor([3, 0], device=device),
         "layers": [params, params],
         "params": params,

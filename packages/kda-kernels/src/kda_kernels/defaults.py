@@ -24,9 +24,9 @@ MANY_HEADS_LONG_DRAFT = LaunchConfig(block_v=128, num_warps=8, rows_per_thread=4
 def default_verify_config(shape: KdaShape, batch: int, draft_tokens: int, device: torch.device) -> LaunchConfig:
     """Configuration of a verify of ``batch`` requests of ``draft_tokens`` tokens on ``device``.
 
-    Fused+ring in us at B = 1 / 4 / 16 / 64 / 256: T = 4: 2.97 / 3.47 / 5.91 / 16.7 / 54.0, portable 5.8 / 6.4 / 10.3 /
-    34.4 / 123. The limits lie between the measured batch sizes, the upper one where SOME_HEADS would need a second wave
-    of programs on 132 SMs.
+    Fused+ring without error counters in us at B = 1 / 4 / 16 / 64 / 256, T = 4: 2.97 / 3.47 / 5.91 / 16.7 / 54.0, the
+    portable kernel 5.8 / 6.4 / 10.3 / 34.4 / 123. The limits lie between the measured batch sizes, the upper one where
+    SOME_HEADS would need a second wave of programs on 132 SMs.
     """
     backend = current_target(device)[0]
     if backend == "interpreter":

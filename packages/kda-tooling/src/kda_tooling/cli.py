@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -37,6 +37,18 @@ report.register(app)
 doctor.register(app)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from kda_tooling import __version__
+
+        typer.echo(f"kda {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Tools around the Kimi Delta Attention verify kernels."""

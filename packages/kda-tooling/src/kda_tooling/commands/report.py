@@ -66,8 +66,11 @@ def report(
         page = None if readme is None else replace_block(_read(readme), results_block(loaded, readme, plot))
         if plot is not None:
             draw([result for result, _ in loaded], plot)
+            typer.echo(f"drew {plot}", err=True)
         if readme is not None and page is not None:
+            same = page == _read(readme)
             readme.write_bytes(page.encode("utf-8", "surrogateescape"))
+            typer.echo(f"{readme}: {'unchanged' if same else 'results renewed'}", err=True)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if json:
