@@ -120,7 +120,8 @@ def run_facts(config: pytest.Config) -> dict[str, object]:
         "git_sha": os.environ.get("KDA_GIT_SHA") or output("git", "rev-parse", "HEAD"),
         "git_changes": None if changes is None else bool(changes),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "arguments": list(config.invocation_params.args),
+        # Paths that begin at the root are the machine's own business: their last part says enough.
+        "arguments": [Path(a).name if a.startswith("/") else a for a in map(str, config.invocation_params.args)],
         "kernels": "interpreter" if INTERPRETED else "compiled",
         "gpu": torch.cuda.get_device_name() if HAS_CUDA else None,
         "driver": driver.splitlines()[0] if driver else None,
