@@ -21,6 +21,7 @@ from kda_kernels import (
     scatter_snapshots,
     scatter_snapshots_reference,
 )
+from kda_kernels.checking import refuse
 
 
 def commit_layers(
@@ -67,8 +68,7 @@ def commit_layers(
         reason = reason or scatter_reason(
             state.ssm_state, record.states, names=names, **common, errors=errors, needs_kernels=kernels
         )
-    if reason is not None:
-        raise ValueError(reason)
+    refuse(reason)
     on_launch()
     # Windows first: that copy can be repeated if the second launch never happens, a fold cannot.
     (scatter_conv_reference if reference else scatter_conv)(*windows, errors=uncounted, **common)

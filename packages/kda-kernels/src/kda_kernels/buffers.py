@@ -177,3 +177,9 @@ class Snapshots(TensorGroup):
         """Zeroed snapshots of ``steps`` tokens for each of ``rows`` batch rows."""
         heads = (shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
         return cls(torch.zeros(*_lead(num_layers), rows, steps, *heads, dtype=torch.float32, device=device))
+
+
+def common_rows(state: LayerState, record: Ring | Snapshots) -> int:
+    """Batch rows that every row-indexed buffer of a verify has: conv windows, and snapshots where they are kept."""
+    rows = state.conv_window.shape[0]
+    return rows if isinstance(record, Ring) else min(rows, record.states.shape[0])

@@ -38,6 +38,12 @@ def typed_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a float or None, got {type(value).__name__}")
 
 
+def refuse(reason: str | None) -> None:
+    """Raise ValueError with a predicate's ``reason``, if it gave one."""
+    if reason is not None:
+        raise ValueError(reason)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``bfloat16`` of ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")

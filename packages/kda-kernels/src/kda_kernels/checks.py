@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kda_kernels._launch import current_target, device_reason, pdl_reason
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
 from kda_kernels.checking import (
     INDEX_DTYPES,
     disjoint_reason,
@@ -163,7 +163,7 @@ def verify_reason(
             return f"{name} must have a row for each of the {batch} batch positions, got {buffer.shape[0]} rows"
         if overlap := pitch_reason(name, buffer, 1):
             return overlap
-    num_rows = min(buffer.shape[0] for _, buffer in row_buffers)
+    num_rows = common_rows(state, record)
     return (
         index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True)
         or (None if rows is None else index_reason("rows", rows, batch, device, 0, num_rows - 1, unique=True))

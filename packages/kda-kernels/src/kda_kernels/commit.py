@@ -10,6 +10,7 @@ from kda_kernels import checks
 from kda_kernels._launch import launch
 from kda_kernels._triton.commit import fold_kernel, scatter_kernel
 from kda_kernels.buffers import Ring, Snapshots
+from kda_kernels.checking import refuse
 from kda_kernels.defaults import default_fold_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
@@ -57,8 +58,7 @@ def fold(
         ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
         track_slots=track_slots, track_steps=track_steps, config=config, errors=errors,
     )  # fmt: skip
-    if reason is not None:
-        raise ValueError(reason)
+    refuse(reason)
     config = config or default_fold_config(ssm_state.device)
     block_v = min(config.block_v, shape.head_v_dim)
     tensors = (ssm_state, ring.raw_v, ring.raw_k, ring.g, ring.beta)
@@ -157,8 +157,7 @@ def _scatter(
         dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
         track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
     )  # fmt: skip
-    if reason is not None:
-        raise ValueError(reason)
+    refuse(reason)
     entry, batch = math.prod(dst.shape[2:]), slots.shape[0]
     launch(
         scatter_kernel,

@@ -14,7 +14,8 @@ from contextvars import ContextVar
 import torch
 
 from kda_kernels import checks
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
+from kda_kernels.checking import refuse
 from kda_kernels.errors import ErrorKind
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
@@ -118,13 +119,10 @@ def verify_reference(
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
         needs_kernels=False,
     )  # fmt: skip
-    if reason is not None:
-        raise ValueError(reason)
+    refuse(reason)
     if out is None:
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
-    num_rows = state.conv_window.shape[0]
-    if isinstance(record, Snapshots):
-        num_rows = min(num_rows, record.states.shape[0])
+    num_rows = common_rows(state, record)
     row_list = range(len(slots)) if rows is None else rows.tolist()
     for i, (slot, row) in enumerate(zip(slots.tolist(), row_list, strict=True)):
         tokens = slice(i * draft_tokens, (i + 1) * draft_tokens)
@@ -218,8 +216,7 @@ def fold_reference(
         ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
         track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, needs_kernels=False,
     )  # fmt: skip
-    if reason is not None:
-        raise ValueError(reason)
+    refuse(reason)
     limit = min(draft_tokens, ring.length)
     group = shape.num_v_heads // shape.num_heads
     for _, slot, accept, track, step in _commits(
@@ -289,8 +286,7 @@ def _scatter_reference(
         dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
         track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl, needs_kernels=False,
     )  # fmt: skip
-    if reason is not None:
-        raise ValueError(reason)
+    refuse(reason)
     for row, slot, accept, track, step in _commits(
         slots, accept_lens, dst.shape[1], draft_tokens, errors, track_slots, track_steps, rows, src.shape[1]
     ):

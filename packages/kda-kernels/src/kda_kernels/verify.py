@@ -10,7 +10,8 @@ from kda_kernels import checks
 from kda_kernels._gluon.verify import verify_gluon_kernel
 from kda_kernels._launch import contracts_conv, launch
 from kda_kernels._triton.verify import conv_kernel, verify_kernel
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
+from kda_kernels.checking import refuse
 from kda_kernels.defaults import default_verify_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
@@ -69,7 +70,7 @@ def verify_fused(
 
     Formula: Kimi Linear (arXiv 2510.26692), KDA in recurrent form; the order of operations is in docs/arithmetic.md.
     """
-    _refuse(checks.verify_reason(
+    refuse(checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
     ))  # fmt: skip
@@ -100,7 +101,7 @@ def verify_unfused(
 
     Arguments, result and errors are those of `verify_fused`. mixed_qkv is taken as it is: no transposed copies.
     """
-    _refuse(checks.verify_reason(
+    refuse(checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
     ))  # fmt: skip
@@ -108,21 +109,10 @@ def verify_unfused(
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
     if workspace is None:
         workspace = mixed_qkv.new_empty(mixed_qkv.shape)
-    num_rows = _num_rows(state, record)
+    num_rows = common_rows(state, record)
     _launch_conv(mixed_qkv, workspace, shape, params, state, slots, draft_tokens, rows, num_rows, config)
     _launch_verify(workspace, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, False)
     return out
-
-
-def _refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(reason)
-
-
-def _num_rows(state: LayerState, record: Ring | Snapshots) -> int:
-    """Rows that every row-indexed buffer has."""
-    rows = state.conv_window.shape[0]
-    return rows if isinstance(record, Ring) else min(rows, record.states.shape[0])
 
 
 def _launch_conv(
@@ -194,7 +184,7 @@ def _launch_verify(
             snapshots, 0 if snapshots is None else snapshots.stride(0),
             *_ring_arguments(ring),
             out, slots, rows, errors,
-            state.ssm_state.shape[0], _num_rows(state, record), params.scale_for(shape),
+            state.ssm_state.shape[0], common_rows(state, record), params.scale_for(shape),
         ),
         device=x.device, num_warps=config.num_warps, pdl=config.pdl, max_registers=config.max_registers,
         T=draft_tokens, L=ring.length if ring else 0,

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def check_memory(settings: SweepSettings, l2_bytes: int, device_bytes: int) -> N
 
 def _calls(kind: str, arm: Arm, problems: Problems, accept_lens: torch.Tensor) -> list[Callable[[], Any]]:
     """What one replay of the arm runs: verify on every layer, the all-layer commit, or both."""
-    verifies: list[Callable[[], Any]] = [lambda p=p: arm.verify(p) for p in problems.layers]  # type: ignore[misc]
+    verifies: list[Callable[[], Any]] = [partial(arm.verify, p) for p in problems.layers]
     commit: list[Callable[[], Any]] = [lambda: arm.commit(problems, accept_lens)]
     return {"verify": verifies, "commit": commit, "round": verifies + commit}[kind]
 

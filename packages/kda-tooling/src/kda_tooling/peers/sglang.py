@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ class SglangPeer:
         if not self.not_taken(problem):
             for block_v in FUSED_BLOCK_V:
                 if block_v <= problem.shape.head_v_dim:
-                    arms[f"fused+ring bv{block_v}"] = lambda p, bv=block_v: self.verify_fused(p, bv)  # type: ignore[misc]
+                    arms[f"fused+ring bv{block_v}"] = partial(self.verify_fused, block_v=block_v)
         return arms
 
     def not_taken(self, problem: VerifyProblem) -> dict[str, str]:
