@@ -23,7 +23,7 @@ from kda_kernels.checking import (
     typed,
     typed_number,
 )
-from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, KdaShape, LaunchConfig
+from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig
 
 SCATTER_DTYPES = (*ACTIVATION_DTYPES, torch.float32)
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -100,6 +100,8 @@ def verify_reason(
     errors: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    form: str = "recurrent",
+    indices_ready: bool = False,
     needs_kernels: bool = True,
 ) -> str | None:
     """Why a verify of these arguments is refused, or None. Arguments as `kda_kernels.verify_fused`.
@@ -118,9 +120,12 @@ def verify_reason(
         raise TypeError(f"record must be a Ring or Snapshots, got {type(record).__name__}")
     if config is not None:
         typed("config", config, LaunchConfig)
+    typed("indices_ready", indices_ready, bool)
     device, dtype = mixed_qkv.device, mixed_qkv.dtype
     if draft_tokens < 1:
         return f"draft_tokens must be at least 1, got {draft_tokens}"
+    if reason := _form_reason(form, record, draft_tokens):
+        return reason
     if slots.ndim != 1:
         return f"slots must have shape [B], got {list(slots.shape)}"
     batch, hv, k, v = slots.shape[0], shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
@@ -177,6 +182,19 @@ def verify_reason(
         or _memory_reason(mixed_qkv, a, b, state, record, out, workspace)
         or (_config_reason(config, device) if config is not None and needs_kernels else None)
     )
+
+
+def _form_reason(form: str, record: Ring | Snapshots, draft_tokens: int) -> str | None:
+    """Why a verify cannot be done in ``form``, or None."""
+    if form not in FORMS:
+        return f"form must be one of {FORMS}, got {form!r}"
+    if form == "recurrent":
+        return None
+    if not isinstance(record, Ring):
+        return "form='chunked' never computes the states that snapshots hold: use a Ring, or form='recurrent'"
+    if draft_tokens > MAX_CHUNKED_TOKENS:
+        return f"draft_tokens must be at most {MAX_CHUNKED_TOKENS} with form='chunked', got {draft_tokens}"
+    return None
 
 
 def _memory_reason(

@@ -112,12 +112,14 @@ def verify_reference(
     errors: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    form: str = "recurrent",
+    indices_ready: bool = False,
 ) -> torch.Tensor:
     """`kda_kernels.verify_fused` in plain torch; ``config`` and ``workspace`` are checked and otherwise unused."""
     reason = checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
-        needs_kernels=False,
+        form=form, indices_ready=indices_ready, needs_kernels=False,
     )  # fmt: skip
     refuse(reason)
     if out is None:

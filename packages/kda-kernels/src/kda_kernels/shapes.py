@@ -14,6 +14,13 @@ SUPPORTED_BLOCK_V = (8, 16, 32, 64, 128)
 SUPPORTED_NUM_WARPS = (1, 2, 4, 8)
 SUPPORTED_ROWS_PER_THREAD = (1, 2, 4)
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
+MAX_STAGGER = 100_000
+
+FORMS = ("recurrent", "chunked")
+"""Forms of a verify's output, each a bit class of its own (docs/arithmetic.md)."""
+
+MAX_CHUNKED_TOKENS = 16
+"""Most draft tokens of the chunked form, whose work within a chunk grows with T squared."""
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:
@@ -103,6 +110,8 @@ class LaunchConfig:
             state tile has 8 lanes along K and this many consecutive rows per thread; ``block_v`` must then be a
             multiple of ``4 * num_warps * rows_per_thread``. Fold and scatters ignore it.
         max_registers: registers per thread that the compiler may use (spilling beyond); None: its own choice.
+        stagger: Gluon kernels only: in the first wave of programs, the j-th program of an SM starts ``j * stagger``
+            clock cycles late, so that the programs of an SM do not all load at once and then all compute. 0: off.
     """
 
     block_v: int = 16
@@ -110,6 +119,7 @@ class LaunchConfig:
     pdl: bool | None = None
     rows_per_thread: int | None = None
     max_registers: int | None = None
+    stagger: int = 0
 
     def __post_init__(self) -> None:
         _check_int("block_v", self.block_v, 1)
@@ -130,5 +140,11 @@ class LaunchConfig:
                 )
         if self.max_registers is not None and not 32 <= self.max_registers <= 255:
             raise ValueError(f"max_registers must be None or within 32..255, got {self.max_registers}")
+        _check_int("stagger", self.stagger, 0)
+        if self.stagger > MAX_STAGGER or (self.stagger and self.rows_per_thread is None):
+            raise ValueError(
+                f"stagger must be within 0..{MAX_STAGGER} cycles, and 0 where rows_per_thread is None (the portable "
+                f"kernel), got {self.stagger} with rows_per_thread={self.rows_per_thread}"
+            )
         if self.pdl is not None and not isinstance(self.pdl, bool):
             raise TypeError(f"pdl must be True, False or None, got {self.pdl!r}")

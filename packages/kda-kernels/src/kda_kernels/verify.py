@@ -35,6 +35,8 @@ def verify_fused(
     errors: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    form: str = "recurrent",
+    indices_ready: bool = False,
 ) -> torch.Tensor:
     """Verify T draft tokens of B requests in one kernel: conv, SiLU, gates, l2-norm, delta rule, record, windows.
 
@@ -60,6 +62,11 @@ def verify_fused(
         errors: counters from `new_error_counts`, or None to not count.
         out: [B*T, HV, V] to write into, or None to allocate it.
         workspace: [B*T, D] for the conv output of the unfused pair, which allocates it if None; unused here.
+        form: "recurrent", or "chunked" (ring mode, T <= 16): the state is only read, once, for all T tokens. Chunked
+            outputs are within rounding of the recurrent form's, not bit-identical to token-by-token decode; its ring
+            records, hence the committed state, are.
+        indices_ready: the caller declares that the kernel launched just before this one on the stream does not write
+            ``slots`` and ``rows``. They are then read before the wait of programmatic dependent launch.
 
     Returns:
         [B*T, HV, V] in mixed_qkv's dtype; rows of padded positions are exactly 0.
@@ -73,10 +80,28 @@ def verify_fused(
     refuse(checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
+        form=form, indices_ready=indices_ready,
     ))  # fmt: skip
     if out is None:
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
-    _launch_verify(mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, True)
+    _launch_verify(
+        mixed_qkv,
+        a,
+        b,
+        shape,
+        params,
+        state,
+        record,
+        slots,
+        draft_tokens,
+        rows,
+        config,
+        errors,
+        out,
+        form,
+        indices_ready,
+        fused=True,
+    )
     return out
 
 
@@ -96,6 +121,8 @@ def verify_unfused(
     errors: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    form: str = "recurrent",
+    indices_ready: bool = False,
 ) -> torch.Tensor:
     """`verify_fused` in two kernels: the causal-conv update (SiLU, windows), then the gated delta-rule recurrence.
 
@@ -104,14 +131,32 @@ def verify_unfused(
     refuse(checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
+        form=form, indices_ready=indices_ready,
     ))  # fmt: skip
     if out is None:
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
     if workspace is None:
         workspace = mixed_qkv.new_empty(mixed_qkv.shape)
     num_rows = common_rows(state, record)
-    _launch_conv(mixed_qkv, workspace, shape, params, state, slots, draft_tokens, rows, num_rows, config)
-    _launch_verify(workspace, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, False)
+    _launch_conv(mixed_qkv, workspace, shape, params, state, slots, draft_tokens, rows, num_rows, config, indices_ready)
+    _launch_verify(
+        workspace,
+        a,
+        b,
+        shape,
+        params,
+        state,
+        record,
+        slots,
+        draft_tokens,
+        rows,
+        config,
+        errors,
+        out,
+        form,
+        indices_ready,
+        fused=False,
+    )
     return out
 
 
@@ -126,6 +171,7 @@ def _launch_conv(
     rows: torch.Tensor | None,
     num_rows: int,
     config: LaunchConfig | None,
+    indices_ready: bool,
 ) -> None:
     d = shape.conv_dim
     block_d = min(CONV_BLOCK_CHANNELS, d & -d)  # the largest power of two that divides D, a multiple of 64
@@ -137,12 +183,13 @@ def _launch_conv(
             params.conv_weight, params.conv_bias,
             state.conv_state, state.conv_state.stride(0),
             state.conv_window, state.conv_window.stride(0),
-            y, slots, rows, None,
+            y, slots, rows,
             state.conv_state.shape[0], num_rows,
         ),
         device=x.device, num_warps=CONV_NUM_WARPS, pdl=config.pdl if config else None,
         T=draft_tokens, D=d, BLOCK_D=block_d, HAS_BIAS=params.conv_bias is not None,
         CONTRACT=contracts_conv(x.device), HAS_ROWS=rows is not None,
+        INDICES_READY=indices_ready,
     )  # fmt: skip
 
 
@@ -160,6 +207,9 @@ def _launch_verify(
     config: LaunchConfig | None,
     errors: torch.Tensor | None,
     out: torch.Tensor,
+    form: str,
+    indices_ready: bool,
+    *,
     fused: bool,
 ) -> None:
     config = config or default_verify_config(shape, slots.shape[0], draft_tokens, x.device)
@@ -167,9 +217,11 @@ def _launch_verify(
     ring = record if isinstance(record, Ring) else None
     snapshots = None if isinstance(record, Ring) else record.states
     kernel: Any = verify_kernel
-    layout: dict[str, int] = {}
+    layout: dict[str, Any] = {}
     if config.rows_per_thread is not None:
-        kernel, layout = verify_gluon_kernel, {"ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps}
+        kernel, layout = verify_gluon_kernel, {
+            "ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps, "STAGGER": config.stagger,
+        }  # fmt: skip
     launch(
         kernel,
         slots.shape[0] * shape.num_v_heads * (shape.head_v_dim // block_v),
@@ -191,7 +243,9 @@ def _launch_verify(
         H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim, BLOCK_V=block_v,
         FUSED=fused, RING=ring is not None, HAS_BIAS=fused and params.conv_bias is not None,
         SAFE_GATE=params.lower_bound is not None, CONTRACT=contracts_conv(x.device),
-        HAS_ROWS=rows is not None, COUNT=errors is not None, **layout,
+        HAS_ROWS=rows is not None, COUNT=errors is not None, CHUNKED=form == "chunked",
+        # Unfused, the kernel before is the conv kernel, which writes no index.
+        INDICES_READY=indices_ready or not fused, **layout,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from kda_kernels._triton.arithmetic import (
     log_decay,
     split_last,
 )
-from kda_kernels._triton.common import load_row, load_slot, pdl_wait
+from kda_kernels._triton.common import count_row_error, count_slot_error, load_row, load_slot, pdl_wait
 
 
 @gluon.constexpr_function
@@ -129,7 +129,8 @@ def verify_gluon_kernel(
     T: gl.constexpr, L: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BLOCK_V: gl.constexpr, FUSED: gl.constexpr, RING: gl.constexpr, HAS_BIAS: gl.constexpr,
     SAFE_GATE: gl.constexpr, CONTRACT: gl.constexpr, HAS_ROWS: gl.constexpr, COUNT: gl.constexpr, PDL: gl.constexpr,
-    ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr,
+    CHUNKED: gl.constexpr, INDICES_READY: gl.constexpr,
+    ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr, STAGGER: gl.constexpr,
 ):  # fmt: skip
     TP: gl.constexpr = max(2, triton.next_power_of_2(T))
     D: gl.constexpr = 2 * H * K + HV * V
@@ -173,14 +174,18 @@ def verify_gluon_kernel(
     gate_bias = gl.load(dt_bias + i_hv * K + g_k)
     rate_log = gl.load(A_log + i_hv)
 
-    pdl_wait(PDL)
-
-    first = (i_hv == 0) & (i_v == 0)
-    slot, slot_usable = load_slot(slots, i_n, num_slots, errors, first, COUNT)
-    row, row_usable = load_row(rows, i_n, num_rows, errors, first, HAS_ROWS, COUNT)
+    if not INDICES_READY:
+        pdl_wait(PDL)
+    slot, slot_usable = load_slot(slots, i_n, num_slots)
+    row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
+    if INDICES_READY:
+        pdl_wait(PDL)
     token = i_n.to(gl.int64) * T
     p_out = out + (token * HV + i_hv) * V + state_v
     if not (slot_usable & row_usable):
+        first = (i_hv == 0) & (i_v == 0)
+        count_slot_error(errors, slot, num_slots, first, COUNT)
+        count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
         for t in gl.static_range(T):
             gl.store(p_out + t * HV * V, gl.zeros([BLOCK_V], ACT, ROWS))
         return

@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 from kda_kernels._triton.arithmetic import delta_step, l2_normalise
-from kda_kernels._triton.common import load_accept, load_row, load_slot, load_track, pdl_wait
+from kda_kernels._triton.common import (
+    ACCEPT_ERROR,
+    count_error,
+    count_row_error,
+    count_slot_error,
+    load_accept,
+    load_row,
+    load_slot,
+    load_track,
+    pdl_wait,
+)
 
 
 @triton.jit(
@@ -32,9 +42,11 @@ def fold_kernel(
     pdl_wait(PDL)
 
     first = pid == i_n * (NUM_V * HV)
-    slot, usable = load_slot(slots, i_n, num_slots, errors, first, COUNT)
-    accept = load_accept(accept_lens, i_n, limit, usable, errors, first, COUNT)
-    if accept == 0:
+    slot, usable = load_slot(slots, i_n, num_slots)
+    accept, valid = load_accept(accept_lens, i_n, limit)
+    if not (usable & valid & (accept > 0)):
+        count_slot_error(errors, slot, num_slots, first, COUNT)
+        count_error(errors, ACCEPT_ERROR, first & usable & (not valid), COUNT)
         return
     if HAS_TRACK:
         track_slot, track_step, track = load_track(
@@ -50,7 +62,7 @@ def fold_kernel(
     p_layer = ssm_state + i_layer * ssm_layer_pitch + i_hv * V * K + v_range[:, None] * K + k_range
     p_state = p_layer + slot * ssm_pitch
     S = tl.load(p_state)
-    for t in range(0, accept):
+    for t in range(0, accept.to(tl.int32)):
         k = l2_normalise(tl.load(p_k + t * K).to(tl.float32))
         v = tl.load(p_v + t * V).to(tl.float32)
         S = delta_step(S, k, v, tl.exp(tl.load(p_g + t * K)), tl.load(p_beta + t))
@@ -80,10 +92,14 @@ def scatter_kernel(
     pdl_wait(PDL)
 
     first = pid == i_n * NUM_N
-    slot, slot_usable = load_slot(slots, i_n, num_slots, errors, first, COUNT)
-    row, row_usable = load_row(rows, i_n, num_rows, errors, first, HAS_ROWS, COUNT)
-    accept = load_accept(accept_lens, i_n, limit, slot_usable & row_usable, errors, first, COUNT)
-    if accept == 0:
+    slot, slot_usable = load_slot(slots, i_n, num_slots)
+    row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
+    accept, valid = load_accept(accept_lens, i_n, limit)
+    usable = slot_usable & row_usable
+    if not (usable & valid & (accept > 0)):
+        count_slot_error(errors, slot, num_slots, first, COUNT)
+        count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
+        count_error(errors, ACCEPT_ERROR, first & usable & (not valid), COUNT)
         return
     offsets = (pid % NUM_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offsets < N

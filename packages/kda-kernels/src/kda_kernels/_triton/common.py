@@ -1,4 +1,4 @@
-"""Pieces that every kernel begins with: PDL, and the slot and row of a batch position with out-of-range counting."""
+"""Pieces that every kernel begins with: PDL, the slot, row and accept length of a batch position, counting bad ones."""
 
 import triton
 import triton.language as tl
@@ -21,41 +21,50 @@ def pdl_wait(PDL: tl.constexpr):
 
 @triton.jit
 def count_error(errors, KIND: tl.constexpr, condition, COUNT: tl.constexpr):
-    """Add one to ``errors[KIND]`` where ``condition`` holds."""
+    """Add one to ``errors[KIND]`` where ``condition`` holds.
+
+    Called only where a row turned out unusable: on every row's way, even a masked atomic holds up the loads after it.
+    """
     if COUNT:
         # Relaxed: nothing is ordered by these counts, and the default order would put a fence into every program.
         tl.atomic_add(errors + KIND, 1, mask=condition, sem="relaxed")
 
 
 @triton.jit
-def load_slot(slots, i, num_slots, errors, first, COUNT: tl.constexpr):
-    """(slot int64, usable) of batch position i. -1 is padding; any other outside the pool is counted by ``first``."""
+def load_slot(slots, i, num_slots):
+    """(slot int64, usable) of batch position i."""
     slot = tl.load(slots + i).to(tl.int64)
-    usable = (slot >= 0) & (slot < num_slots)
-    count_error(errors, SLOT_ERROR, first & ((slot < -1) | (slot >= num_slots)), COUNT)
-    return slot, usable
+    return slot, (slot >= 0) & (slot < num_slots)
 
 
 @triton.jit
-def load_row(rows, i, num_rows, errors, first, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr):
+def load_row(rows, i, num_rows, HAS_ROWS: tl.constexpr):
     """(row int64, usable) of batch position i: ``rows[i]``, or i itself."""
     if HAS_ROWS:
         row = tl.load(rows + i).to(tl.int64)
-        usable = (row >= 0) & (row < num_rows)
-        count_error(errors, ROW_ERROR, first & ((row < 0) | (row >= num_rows)), COUNT)
     else:
         row = tl.cast(i, tl.int64)
-        usable = row < num_rows
-    return row, usable
+    return row, (row >= 0) & (row < num_rows)
 
 
 @triton.jit
-def load_accept(accept_lens, i, limit, usable, errors, first, COUNT: tl.constexpr):
-    """Accepted prefix of batch position i: 0 if the row is unusable or the value is outside 0..limit (counted)."""
+def load_accept(accept_lens, i, limit):
+    """(accepted prefix of batch position i int64, whether it is within 0..limit)."""
     accept = tl.load(accept_lens + i).to(tl.int64)
-    out_of_range = (accept < 0) | (accept > limit)
-    count_error(errors, ACCEPT_ERROR, first & usable & out_of_range, COUNT)
-    return tl.where(usable & (accept >= 0) & (accept <= limit), accept, 0).to(tl.int32)
+    return accept, (accept >= 0) & (accept <= limit)
+
+
+@triton.jit
+def count_slot_error(errors, slot, num_slots, first, COUNT: tl.constexpr):
+    """Count, by program ``first`` of the batch position, a slot outside the pool; -1 is padding, not an error."""
+    count_error(errors, SLOT_ERROR, first & ((slot < -1) | (slot >= num_slots)), COUNT)
+
+
+@triton.jit
+def count_row_error(errors, row, num_rows, first, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """Count, by program ``first`` of the batch position, a given row outside the buffers."""
+    if HAS_ROWS:
+        count_error(errors, ROW_ERROR, first & ((row < 0) | (row >= num_rows)), COUNT)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from kda_kernels._triton.arithmetic import (
     log_decay,
     split_last,
 )
-from kda_kernels._triton.common import load_row, load_slot, pdl_wait
+from kda_kernels._triton.common import count_row_error, count_slot_error, load_row, load_slot, pdl_wait
 
 
 @triton.jit
@@ -77,7 +77,9 @@ def verify_kernel(
     T: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_V: tl.constexpr, FUSED: tl.constexpr, RING: tl.constexpr, HAS_BIAS: tl.constexpr,
     SAFE_GATE: tl.constexpr, CONTRACT: tl.constexpr, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    CHUNKED: tl.constexpr, INDICES_READY: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(not CHUNKED, "not yet")
     D: tl.constexpr = 2 * H * K + HV * V
     NUM_V: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)
@@ -103,12 +105,16 @@ def verify_kernel(
     rate_log = tl.load(A_log + i_hv)
     gate_bias = tl.load(dt_bias + i_hv * K + k_range)
 
-    pdl_wait(PDL)
-
-    first = (i_hv == 0) & (i_v == 0)
-    slot, slot_usable = load_slot(slots, i_n, num_slots, errors, first, COUNT)
-    row, row_usable = load_row(rows, i_n, num_rows, errors, first, HAS_ROWS, COUNT)
+    if not INDICES_READY:
+        pdl_wait(PDL)
+    slot, slot_usable = load_slot(slots, i_n, num_slots)
+    row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
+    if INDICES_READY:
+        pdl_wait(PDL)
     if not (slot_usable & row_usable):
+        first = (i_hv == 0) & (i_v == 0)
+        count_slot_error(errors, slot, num_slots, first, COUNT)
+        count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
         for t in tl.static_range(T):
             tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))
         return
@@ -184,7 +190,7 @@ def verify_kernel(
 
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows"],
-    do_not_specialize_on_alignment=["slots", "rows", "errors"],
+    do_not_specialize_on_alignment=["slots", "rows"],
 )
 def conv_kernel(
     x, x_stride,  # mixed_qkv [B*T, D]
@@ -192,10 +198,10 @@ def conv_kernel(
     conv_state, conv_state_pitch,  # [slots, 3, D]
     window, window_pitch,  # [rows, steps, 3, D]
     y,  # [B*T, D]
-    slots, rows, errors,
+    slots, rows,
     num_slots, num_rows,
     T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr, CONTRACT: tl.constexpr,
-    HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
+    HAS_ROWS: tl.constexpr, PDL: tl.constexpr, INDICES_READY: tl.constexpr,
 ):  # fmt: skip
     """The unfused pair's first kernel: conv, SiLU and windows of BLOCK_D channels of one request's T tokens."""
     NUM_D: tl.constexpr = D // BLOCK_D
@@ -204,10 +210,13 @@ def conv_kernel(
     channels = (pid % NUM_D) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     token = tl.cast(i_n, tl.int64) * T
     taps = load_taps(conv_weight, conv_bias, channels, HAS_BIAS)
-    pdl_wait(PDL)
+    if not INDICES_READY:
+        pdl_wait(PDL)
+    slot, slot_usable = load_slot(slots, i_n, num_slots)
+    row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
+    if INDICES_READY:
+        pdl_wait(PDL)
     # Out-of-range indices are counted by the recurrence, which reads the same ones.
-    slot, slot_usable = load_slot(slots, i_n, num_slots, errors, False, False)
-    row, row_usable = load_row(rows, i_n, num_rows, errors, False, HAS_ROWS, False)
     if not (slot_usable & row_usable):
         return
     x += token * x_stride
