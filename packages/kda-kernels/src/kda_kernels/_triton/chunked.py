@@ -1,0 +1,94 @@
+"""The chunked form of verify: the outputs of T tokens from the state as it was before them, read once.
+
+With d_t = exp(g_t), P_t = d_0 d_1 .. d_t and the normalised q and k of a token (q times scale):
+
+* ``kd(s, t)``, key s decayed to token t: ``kd(t, t) = k_t``, ``kd(s, t) = kd(s, t - 1) * d_t``
+* ``A[t, s] = beta_t * dot_k(kd(s, t), k_t)`` for s < t; ``B[t, s] = dot_k(kd(s, t), q_t)`` for s <= t
+* ``M (I + A) = B``, then ``C[t, s] = M[t, s] * beta_s``
+* ``w_t = q_t P_t - sum over s <= t of C[t, s] k_s P_s``
+* ``o_t = dot_k(S, w_t) + sum over s <= t of C[t, s] v_s``
+
+Decays are products of exp(g) in token order, not exp of a sum: as exact, cheaper, and nothing overflows because no
+factor is above 1. Order decides bits here as in `arithmetic`, whose rules hold: every sum over tokens runs in one fixed
+order by fused multiply-adds, what a token does not take part in is left out by a select and not multiplied by 0, and no
+loop's outcome for token t depends on later tokens or on how far T is padded. docs/arithmetic.md has the derivation.
+
+The helpers hold no pointers and make no layouts, so Gluon kernels can call them too. Rows of a tile [TP, ..] are
+tokens; TP is T rounded up to a power of two, and rows from T on are never read. ``t_index`` [TP, 1] and ``s_index``
+[1, TP] number the rows or columns of the tile they go with, in its layout.
+"""
+
+import triton
+import triton.language as tl
+
+from kda_kernels._triton.arithmetic import dot_k, in_layout
+
+
+@triton.jit
+def row_of(tile, t_index, t):
+    """Row t of a tile [R, N] -> [N]. Exact: -0.0 is the one value that changes no other when added."""
+    return tl.sum(tl.where(t_index == t, tile, -0.0), 0)
+
+
+@triton.jit
+def column_of(tile, s_index, s):
+    """Column s of a tile [R, N] -> [R]."""
+    return tl.sum(tl.where(s_index == s, tile, -0.0), 1)
+
+
+@triton.jit
+def cumulative_decays(decay, t_index, T: tl.constexpr):
+    """P from d: row t is ``d_0 * d_1 * .. * d_t``, multiplied in that order. decay: [TP, K] fp32."""
+    product = decay
+    for t in tl.static_range(1, T):
+        before = row_of(product, t_index, t - 1)
+        product = tl.where(t_index == t, before[None, :] * decay, product)
+    return product
+
+
+@triton.jit
+def decay_keys(keys, k, decay, is_new):
+    """kd(., t) from kd(., t - 1): rows fade by token t's decay, row t (``is_new`` [TP, 1]) becomes k. k, decay: [1, K]."""
+    return tl.where(is_new, k, keys * decay)
+
+
+@triton.jit
+def coupling(keys, k, q, beta):
+    """Row t of A and of B, over s: [TP] each, of which A's s < t and B's s <= t mean something.
+
+    keys: kd(., t) [TP, K]; k, q: [1, K]; beta: that of token t.
+    """
+    return dot_k(keys, k) * beta, dot_k(keys, q)
+
+
+@triton.jit
+def solve_chunk(A, B, t_index, s_index, T: tl.constexpr):
+    """M of ``M (I + A) = B``, by columns from the last. A: [TP, TP], below its diagonal; B: with its diagonal.
+
+    Token t's row takes r = t, t - 1, .., 1 in turn, whatever T is. Where the select leaves an element alone, a value
+    that is not finite in a later token's row cannot reach it. What stands above the diagonal is neither read nor kept.
+    """
+    for r in tl.static_range(T - 1, 0, -1):
+        update = tl.fma(-column_of(B, s_index, r)[:, None], row_of(A, t_index, r)[None, :], B)
+        B = tl.where((t_index >= r) & (s_index < r), update, B)
+    return B
+
+
+@triton.jit
+def add_earlier(X, C, Y, t_index, s_index, T: tl.constexpr, ROWS: tl.constexpr = None):
+    """``X[t] += C[t, s] * Y[s]`` for s = 0, 1, .., t in turn. X, Y: [TP, N]; C: [TP, TP]; all fp32.
+
+    ``t_index`` goes with X and Y, ``s_index`` with C. ``ROWS`` is the layout of X's rows in a Gluon kernel whose C has
+    another.
+    """
+    for s in tl.static_range(T):
+        factor = in_layout(column_of(C, s_index, s), ROWS)
+        update = tl.fma(factor[:, None], row_of(Y, t_index, s)[None, :], X)
+        X = tl.where(t_index >= s, update, X)
+    return X
+
+
+@triton.jit
+def combine_queries(Q, K, C, t_index, s_index, T: tl.constexpr, ROWS: tl.constexpr = None):
+    """w from decayed q and k, both [TP, K]: ``w_t = q_t - C[t, 0] k_0 - .. - C[t, t] k_t``."""
+    return add_earlier(Q, -C, K, t_index, s_index, T, ROWS)
