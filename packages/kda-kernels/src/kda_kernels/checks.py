@@ -301,7 +301,7 @@ def fold_reason(
             track_steps,
         )
         or errors_reason(errors, device)
-        or (pdl_reason(config.pdl, device) if config is not None and needs_kernels else None)
+        or (_config_reason(config, device) if config is not None and needs_kernels else None)
     )
 
 
