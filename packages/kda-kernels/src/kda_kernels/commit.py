@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import triton
 
 from kda_kernels import checks
+from kda_kernels._gluon.commit import fold_gluon_kernel
 from kda_kernels._launch import launch
 from kda_kernels._triton.commit import fold_kernel, scatter_kernel
 from kda_kernels.buffers import Ring, Snapshots
@@ -62,18 +65,25 @@ def fold(
     config = config or default_fold_config(ssm_state.device)
     block_v = min(config.block_v, shape.head_v_dim)
     tensors = (ssm_state, ring.raw_v, ring.raw_k, ring.g, ring.beta)
-    batch = slots.shape[0]
+    batch, limit = slots.shape[0], min(draft_tokens, ring.length)
+    kernel: Any = fold_kernel
+    layout: dict[str, Any] = {}
+    if config.rows_per_thread is not None:
+        kernel, layout = fold_gluon_kernel, {
+            "TOKENS": max(2, triton.next_power_of_2(limit)), "ROWS_PER_THREAD": config.rows_per_thread,
+            "WARPS": config.num_warps, "STAGGER": config.stagger,
+        }  # fmt: skip
     launch(
-        fold_kernel,
+        kernel,
         ssm_state.shape[0] * batch * shape.num_v_heads * (shape.head_v_dim // block_v),
         (
             *(v for t in tensors for v in (t, t.stride(0), t.stride(1))),
             slots, accept_lens, track_slots, track_steps, errors,
-            ssm_state.shape[1], batch, min(draft_tokens, ring.length),
+            ssm_state.shape[1], batch, limit,
         ),
-        device=ssm_state.device, num_warps=config.num_warps, pdl=config.pdl,
+        device=ssm_state.device, num_warps=config.num_warps, pdl=config.pdl, max_registers=config.max_registers,
         L=ring.length, H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim,
-        BLOCK_V=block_v, HAS_TRACK=track_slots is not None, COUNT=errors is not None,
+        BLOCK_V=block_v, HAS_TRACK=track_slots is not None, COUNT=errors is not None, **layout,
     )  # fmt: skip
 
 

@@ -1,0 +1,122 @@
+"""Fold for NVIDIA GPUs with explicit layouts: the same helpers, so the same bits, as the plain Triton kernel.
+
+A fold is a copy of the state with some arithmetic on the way, so it is built to keep bytes moving:
+
+* Once the slot and the accept length are known, everything is loaded at once: the records of all accepted tokens as
+  one tile each, then the program's rows of the state. Norms and decays are computed while the state is on its way.
+* The state tile has 8 lanes along K and ``ROWS_PER_THREAD`` consecutive rows per thread (see `verify`): three shuffles
+  a sum instead of five. What a step needs goes through shared memory once; one barrier in the whole kernel.
+* Steps are a loop, not unrolled: the accept length is known at run time only, and small code starts faster.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kda_kernels._gluon.layouts import row_layout
+from kda_kernels._triton.arithmetic import delta_step, dot_k, in_layout, inverse_norm
+from kda_kernels._triton.common import (
+    ACCEPT_ERROR,
+    count_error,
+    count_slot_error,
+    load_accept,
+    load_slot,
+    load_track,
+    pdl_wait,
+)
+
+
+@gluon.jit
+def shared_rows(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr):
+    """``tile`` ([rows, columns]) in shared memory, to be read row by row: ``.index(t)`` is [1, columns] at any t."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    shared = gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT, tile)
+    return shared._reinterpret(DTYPE, [SHAPE[0], 1, SHAPE[1]], LAYOUT)
+
+
+@gluon.jit(
+    do_not_specialize=["num_slots", "batch", "limit"],
+    do_not_specialize_on_alignment=["slots", "accept_lens", "track_slots", "track_steps", "errors"],
+)
+def fold_gluon_kernel(
+    ssm_state, ssm_layer_pitch, ssm_pitch,  # [layers, slots, HV, V, K] fp32, updated in place
+    raw_v, raw_v_layer_pitch, raw_v_pitch,  # [layers, slots, HV, L, V]
+    raw_k, raw_k_layer_pitch, raw_k_pitch,  # [layers, slots, H, L, K]
+    ring_g, ring_g_layer_pitch, ring_g_pitch,  # [layers, slots, HV, L, K] fp32
+    ring_beta, ring_beta_layer_pitch, ring_beta_pitch,  # [layers, slots, HV, L] fp32
+    slots, accept_lens, track_slots, track_steps, errors,
+    num_slots, batch, limit,
+    L: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
+    HAS_TRACK: gl.constexpr, COUNT: gl.constexpr, PDL: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr, STAGGER: gl.constexpr,
+):  # fmt: skip
+    """Arguments as `fold_kernel`; ``TOKENS``, a power of two from 2 on, is at least ``limit``."""
+    NUM_V: gl.constexpr = V // BLOCK_V
+    STATE: gl.constexpr = gl.BlockedLayout([ROWS_PER_THREAD, 4], [4, 8], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, STATE)
+    KEYS: gl.constexpr = row_layout(TOKENS, K, WARPS, 4)  # 4: the reduction tree's groups
+    GATE: gl.constexpr = row_layout(TOKENS, K, WARPS, 1)
+    VALUE: gl.constexpr = row_layout(TOKENS, BLOCK_V, WARPS, 1)
+    BETA: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
+
+    pid = gl.program_id(0)
+    i_v = pid % NUM_V
+    i_hv = (pid // NUM_V) % HV
+    i_n = (pid // (NUM_V * HV)) % batch
+    i_layer = (pid // (NUM_V * HV) // batch).to(gl.int64)
+    i_h = i_hv // (HV // H)
+
+    k_token = gl.arange(0, TOKENS, gl.SliceLayout(1, KEYS))[:, None]
+    k_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))[None, :]
+    g_token = gl.arange(0, TOKENS, gl.SliceLayout(1, GATE))[:, None]
+    g_k = gl.arange(0, K, gl.SliceLayout(0, GATE))[None, :]
+    v_token = gl.arange(0, TOKENS, gl.SliceLayout(1, VALUE))[:, None]
+    v_v = i_v * BLOCK_V + gl.arange(0, BLOCK_V, gl.SliceLayout(0, VALUE))[None, :]
+    b_token = gl.arange(0, TOKENS, gl.SliceLayout(1, BETA))[:, None]
+    state_v = i_v * BLOCK_V + gl.arange(0, BLOCK_V, ROWS)
+    state_k = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    # A layer's base addresses do not depend on what is loaded next.
+    p_k = raw_k + i_layer * raw_k_layer_pitch + (i_h * L + k_token) * K + k_k
+    p_g = ring_g + i_layer * ring_g_layer_pitch + (i_hv * L + g_token) * K + g_k
+    p_v = raw_v + i_layer * raw_v_layer_pitch + (i_hv * L + v_token) * V + v_v
+    p_beta = ring_beta + i_layer * ring_beta_layer_pitch + i_hv * L + b_token
+    p_layer = ssm_state + i_layer * ssm_layer_pitch + i_hv * V * K + state_v[:, None] * K + state_k[None, :]
+
+    pdl_wait(PDL)
+    first = pid == i_n * (NUM_V * HV)
+    slot, usable = load_slot(slots, i_n, num_slots)
+    accept, valid = load_accept(accept_lens, i_n, limit)
+    if not (usable & valid & (accept > 0)):
+        count_slot_error(errors, slot, num_slots, first, COUNT)
+        count_error(errors, ACCEPT_ERROR, first & usable & (not valid), COUNT)
+        return
+
+    # No byte of a record past the accepted prefix is read.
+    k = gl.load(p_k + slot * raw_k_pitch, mask=(k_token < accept) & (k_k >= 0), other=0.0)
+    g = gl.load(p_g + slot * ring_g_pitch, mask=(g_token < accept) & (g_k >= 0), other=0.0)
+    v = gl.load(p_v + slot * raw_v_pitch, mask=(v_token < accept) & (v_v >= 0), other=0.0)
+    beta = gl.load(p_beta + slot * ring_beta_pitch, mask=b_token < accept, other=0.0)
+    p_state = p_layer + slot * ssm_pitch
+    S = gl.load(p_state)
+    if HAS_TRACK:
+        track_slot, track_step, track = load_track(
+            track_slots, track_steps, i_n, accept, num_slots, errors, first, COUNT
+        )
+
+    k = k.to(gl.float32)
+    k = k * in_layout(inverse_norm(dot_k(k, k)), gl.SliceLayout(1, KEYS))[:, None]
+    k_rows = shared_rows(k, gl.float32, [TOKENS, K])
+    decay_rows = shared_rows(gl.exp(g), gl.float32, [TOKENS, K])
+    v_rows = shared_rows(v.to(gl.float32), gl.float32, [TOKENS, BLOCK_V])
+    beta_rows = shared_rows(beta, gl.float32, [TOKENS, 1])
+    tl.debug_barrier()  # here, or the compiler puts it into the loop
+    for t in range(0, accept.to(gl.int32)):
+        k_t = k_rows.index(t).load(STATE)
+        decay = decay_rows.index(t).load(STATE)
+        v_t = gl.sum(v_rows.index(t).permute([1, 0]).load(STATE), 1)
+        beta_t = gl.sum(beta_rows.index(t).load(STATE), 1)
+        S = delta_step(S, k_t, v_t, decay, beta_t, ROWS)
+        if HAS_TRACK:
+            if track & (t == track_step):
+                gl.store(p_layer + track_slot * ssm_pitch, S)
+    gl.store(p_state, S)
