@@ -174,9 +174,8 @@ MUTANTS = (
     Mutant(
         "verify-advances-state",
         VERIFY,
-        "        tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))\n",
-        "        tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))\n"
-        "        tl.store(ssm_state + slot * ssm_state_pitch + head, S)\n",
+        "            tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))\n",
+        "            tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))\n            tl.store(p_state, S)\n",
         "test_lanes_bits.py::test_fused_equals_unfused[B2-T3-H1-HV2-K64-bf16-pad0-ring]",
         "verify only reads the state: a rejected draft must be undone for free",
     ),

@@ -48,7 +48,10 @@ def cumulative_decays(decay, t_index, T: tl.constexpr):
 
 @triton.jit
 def decay_keys(keys, k, decay, is_new):
-    """kd(., t) from kd(., t - 1): rows fade by token t's decay, row t (``is_new`` [TP, 1]) becomes k. k, decay: [1, K]."""
+    """kd(., t) from kd(., t - 1): every row fades by token t's decay, row t becomes its k.
+
+    keys: [TP, K]; k, decay: [1, K]; is_new: [TP, 1], true in row t.
+    """
     return tl.where(is_new, k, keys * decay)
 
 
@@ -92,3 +95,43 @@ def add_earlier(X, C, Y, t_index, s_index, T: tl.constexpr, ROWS: tl.constexpr =
 def combine_queries(Q, K, C, t_index, s_index, T: tl.constexpr, ROWS: tl.constexpr = None):
     """w from decayed q and k, both [TP, K]: ``w_t = q_t - C[t, 0] k_0 - .. - C[t, t] k_t``."""
     return add_earlier(Q, -C, K, t_index, s_index, T, ROWS)
+
+
+@triton.jit
+def begin_chunk(TP: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """What a kernel that walks the tokens keeps of them: (kd, P, decayed q and k, v, A, B, beta), nothing yet."""
+    tokens_k = tl.zeros([TP, K], tl.float32)
+    pairs = tl.zeros([TP, TP], tl.float32)
+    return (
+        tokens_k, tl.full([1, K], 1.0, tl.float32), tokens_k, tokens_k, tl.zeros([TP, BLOCK_V], tl.float32),
+        pairs, pairs, tl.zeros([1, TP], tl.float32),
+    )  # fmt: skip
+
+
+@triton.jit
+def extend_chunk(chunk, q, k, v, decay, beta, t, t_index, s_index):
+    """``chunk`` with token t. q, k, decay: [1, K]; v: [1, BLOCK_V]; all fp32. For plain Triton."""
+    keys, product, decayed_q, decayed_k, values, A, B, betas = chunk
+    is_new = t_index == t
+    keys = decay_keys(keys, k, decay, is_new)
+    product = product * decay
+    decayed_q = tl.where(is_new, q * product, decayed_q)
+    decayed_k = tl.where(is_new, k * product, decayed_k)
+    values = tl.where(is_new, v, values)
+    a, b = coupling(keys, k, q, beta)
+    A = tl.where(is_new, a[None, :], A)
+    B = tl.where(is_new, b[None, :], B)
+    betas = tl.where(s_index == t, beta, betas)
+    return keys, product, decayed_q, decayed_k, values, A, B, betas
+
+
+@triton.jit
+def chunk_outputs(S, chunk, t_index, s_index, T: tl.constexpr):
+    """o [TP, BLOCK_V] fp32 of all tokens of ``chunk``. S: [BLOCK_V, K], the state before them. For plain Triton."""
+    _, _, decayed_q, decayed_k, values, A, B, betas = chunk
+    C = solve_chunk(A, B, t_index, s_index, T) * betas
+    w = combine_queries(decayed_q, decayed_k, C, t_index, s_index, T)
+    out = values
+    for t in range(T):  # a real loop: unrolled, T = 16 compiles in twice the time
+        out = tl.where(t_index == t, dot_k(S, row_of(w, t_index, t)[None, :])[None, :], out)
+    return add_earlier(out, C, values, t_index, s_index, T)

@@ -3,9 +3,12 @@
 ``FUSED`` decides only where a token's q, k and v come from: convolved here from mixed_qkv, or loaded from the conv
 kernel's output. Everything after that is the same code, so the two lanes cannot differ in a bit.
 
-A program owns ``BLOCK_V`` rows of one head's [V, K] state for all T tokens of one request. The tokens are a real loop,
-not an unrolled one: Triton's layout pass is quadratic in the loads and stores of a kernel (15 s at T = 8 unrolled). The
-next token's inputs are loaded before this token's stores, which the compiler could not do: stores may alias loads.
+A program owns ``BLOCK_V`` rows of one head's [V, K] state for all T tokens of one request. Recurrent, every token steps
+the state; ``CHUNKED``, the tokens are kept and their outputs computed after the last one (`kda_kernels._triton.chunked`).
+
+The tokens are a real loop, not an unrolled one: Triton's layout pass is quadratic in the loads and stores of a kernel
+(15 s at T = 8 unrolled). The next token's inputs are loaded before this token's stores, which the compiler could not
+do: stores may alias loads.
 """
 
 import triton
@@ -20,6 +23,7 @@ from kda_kernels._triton.arithmetic import (
     log_decay,
     split_last,
 )
+from kda_kernels._triton.chunked import begin_chunk, chunk_outputs, extend_chunk
 from kda_kernels._triton.common import count_row_error, count_slot_error, load_row, load_slot, pdl_wait
 
 
@@ -79,7 +83,7 @@ def verify_kernel(
     SAFE_GATE: tl.constexpr, CONTRACT: tl.constexpr, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
     CHUNKED: tl.constexpr, INDICES_READY: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(not CHUNKED, "not yet")
+    tl.static_assert(RING or not CHUNKED, "the chunked form has no states to store")
     D: tl.constexpr = 2 * H * K + HV * V
     NUM_V: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)
@@ -133,11 +137,18 @@ def verify_kernel(
     v_next = tl.load(x + v_channels)
     a_next = tl.load(a + k_range)
     b_next = tl.load(b)
-    S = tl.load(ssm_state + slot * ssm_state_pitch + head)
+    p_state = ssm_state + slot * ssm_state_pitch + head
+    if not CHUNKED:  # that form's tiles of all tokens leave the state no registers until they are used up
+        S = tl.load(p_state)
 
     # One program writes what a k head, or all v tiles of a v head, share.
     owns_head = i_v == 0
     owns_k_head = owns_head & (i_hv % (HV // H) == 0)
+    if CHUNKED:
+        TP: tl.constexpr = max(2, triton.next_power_of_2(T))
+        t_index = tl.arange(0, TP)[:, None]
+        s_index = tl.arange(0, TP)[None, :]
+        chunk = begin_chunk(TP, K, BLOCK_V)
     for t in range(T):
         q3 = q_next
         k3 = k_next
@@ -182,10 +193,17 @@ def verify_kernel(
 
         k = l2_normalise(k_raw.to(tl.float32))
         q = l2_normalise(q_raw.to(tl.float32)) * scale
-        S = delta_step(S, k, tl.reshape(v_raw, (BLOCK_V,)).to(tl.float32), tl.exp(g), beta)
-        tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))
-        if not RING:
-            tl.store(snapshots + row * snapshots_pitch + t * HV * V * K + head, S)
+        if CHUNKED:
+            chunk = extend_chunk(chunk, q, k, v_raw.to(tl.float32), tl.exp(g), beta, t, t_index, s_index)
+        else:
+            S = delta_step(S, k, tl.reshape(v_raw, (BLOCK_V,)).to(tl.float32), tl.exp(g), beta)
+            tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))
+            if not RING:
+                tl.store(snapshots + row * snapshots_pitch + t * HV * V * K + head, S)
+
+    if CHUNKED:
+        p_out = p_out[None, :] + t_index * (HV * V)
+        tl.store(p_out, chunk_outputs(tl.load(p_state), chunk, t_index, s_index, T).to(ACT), mask=t_index < T)
 
 
 @triton.jit(
