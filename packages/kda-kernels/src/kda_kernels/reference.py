@@ -17,6 +17,7 @@ from kda_kernels import checks
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
 from kda_kernels.checking import refuse
 from kda_kernels.errors import ErrorKind
+from kda_kernels.reference_chunked import chunked_outputs
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
 _precision: ContextVar[torch.dtype] = ContextVar("reference_precision", default=torch.float32)
@@ -133,14 +134,14 @@ def verify_reference(
             out[tokens] = 0
             continue
         out[tokens] = _verify_request(
-            mixed_qkv[tokens], a[tokens], b[tokens], shape, params, state, record, slot, row, draft_tokens
+            mixed_qkv[tokens], a[tokens], b[tokens], shape, params, state, record, slot, row, draft_tokens, form
         )
     return out
 
 
 def _verify_request(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, shape: KdaShape, params: LayerParams, state: LayerState,
-    record: Ring | Snapshots, slot: int, row: int, tokens: int,
+    record: Ring | Snapshots, slot: int, row: int, tokens: int, form: str,
 ) -> torch.Tensor:  # fmt: skip
     """Verify one request; x: [T, D], a: [T, HV*K], b: [T, HV] -> [T, HV, V] fp32."""
     h, hv, k_dim = shape.num_heads, shape.num_v_heads, shape.head_k_dim
@@ -161,6 +162,8 @@ def _verify_request(
     q = (l2_normalise(_wide(q_raw.view(tokens, h, k_dim))) * params.scale_for(shape)).repeat_interleave(group, 1)
     k = l2_normalise(_wide(k_raw)).repeat_interleave(group, 1)
     S = _wide(state.ssm_state[slot])
+    if form == "chunked":
+        return chunked_outputs(S, q, k, _wide(v_raw), g, beta)
     outputs = []
     for t in range(tokens):
         S = delta_step(S, k[t], _wide(v_raw[t]), g[t], beta[t])

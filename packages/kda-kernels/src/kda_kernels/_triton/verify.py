@@ -3,8 +3,8 @@
 ``FUSED`` decides only where a token's q, k and v come from: convolved here from mixed_qkv, or loaded from the conv
 kernel's output. Everything after that is the same code, so the two lanes cannot differ in a bit.
 
-A program owns ``BLOCK_V`` rows of one head's [V, K] state for all T tokens of one request. Recurrent, every token steps
-the state; ``CHUNKED``, the tokens are kept and their outputs computed after the last one (`kda_kernels._triton.chunked`).
+A program owns ``BLOCK_V`` rows of one head's [V, K] state for all T tokens of one request. Recurrent, each token steps
+the state; ``CHUNKED``, the loop keeps the tokens and their outputs come after it (`kda_kernels._triton.chunked`).
 
 The tokens are a real loop, not an unrolled one: Triton's layout pass is quadratic in the loads and stores of a kernel
 (15 s at T = 8 unrolled). The next token's inputs are loaded before this token's stores, which the compiler could not
