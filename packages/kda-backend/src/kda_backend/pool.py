@@ -224,6 +224,8 @@ class StatePool:
         lane: str,
         config: LaunchConfig | None = None,
         out: torch.Tensor | None = None,
+        form: str = "recurrent",
+        indices_ready: bool = False,
     ) -> torch.Tensor:
         """Verify the round's tokens on one layer, through ``lane``; state is only read until `commit`.
 
@@ -234,6 +236,9 @@ class StatePool:
             lane: one of `LANES` that fits the pool's mode, or "reference" (plain torch).
             config: launch configuration.
             out: [B*T, HV, V] to write into.
+            form: "recurrent", or "chunked" (mode "ring", at most 16 draft tokens): outputs within rounding of plain
+                decoding's and no longer equal to them; the states that `commit` leaves are equal, given equal inputs.
+            indices_ready: the kernel launched just before this one on the stream does not write the round's slots.
 
         Returns:
             [B*T, HV, V] in the activation dtype.
@@ -254,6 +259,7 @@ class StatePool:
             # Every layer sees the same slots: one of them counts. The others count aside, for the same compiled kernel.
             errors=self.errors if layer == 0 else self._uncounted,
             out=out, workspace=self._workspace[: current.slots.shape[0] * current.draft_tokens],
+            form=form, indices_ready=indices_ready,
         )  # fmt: skip
         current.verified.add(layer)
         current.reference |= lane == REFERENCE_LANE
