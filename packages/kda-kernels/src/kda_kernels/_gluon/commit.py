@@ -5,7 +5,7 @@ A fold is a copy of the state with some arithmetic on the way, so it is built to
 * Once the slot and the accept length are known, everything is loaded at once: the records of all accepted tokens as
   one tile each, then the program's rows of the state. Norms and decays are computed while the state is on its way.
 * The state tile has 8 lanes along K and ``ROWS_PER_THREAD`` consecutive rows per thread (see `verify`): three shuffles
-  a sum instead of five. What a step needs goes through shared memory once; one barrier in the whole kernel.
+  a sum instead of five. What a step needs goes through shared memory once.
 * Steps are a loop, not unrolled: the accept length is known at run time only, and small code starts faster.
 """
 
@@ -27,11 +27,19 @@ from kda_kernels._triton.common import (
 
 
 @gluon.jit
-def shared_rows(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr):
-    """``tile`` ([rows, columns]) in shared memory, to be read row by row: ``.index(t)`` is [1, columns] at any t."""
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    shared = gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT, tile)
-    return shared._reinterpret(DTYPE, [SHAPE[0], 1, SHAPE[1]], LAYOUT)
+def row_by_row(tile):
+    """A [rows, columns] tile of shared memory with a dimension more: ``.index(t)`` is its row t, [1, columns], any t."""
+    return tile._reinterpret(tile.dtype, [tile.shape[0], 1, tile.shape[1]], tile.layout)
+
+
+@gluon.jit
+def stage_records(k, g, v, beta, k_shared, decay_shared, v_shared, beta_shared):
+    """What the steps need of the records, into shared memory: normalised k, exp(g), v and beta, all fp32."""
+    k = k.to(gl.float32)
+    k_shared.store(k * in_layout(inverse_norm(dot_k(k, k)), gl.SliceLayout(1, k.type.layout))[:, None])
+    decay_shared.store(gl.exp(g))
+    v_shared.store(v.to(gl.float32))
+    beta_shared.store(beta)
 
 
 @gluon.jit(
@@ -58,6 +66,7 @@ def fold_gluon_kernel(
     GATE: gl.constexpr = row_layout(TOKENS, K, WARPS, 1)
     VALUE: gl.constexpr = row_layout(TOKENS, BLOCK_V, WARPS, 1)
     BETA: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     pid = gl.program_id(0)
     i_v = pid % NUM_V
@@ -98,17 +107,23 @@ def fold_gluon_kernel(
     beta = gl.load(p_beta + slot * ring_beta_pitch, mask=b_token < accept, other=0.0)
     p_state = p_layer + slot * ssm_pitch
     S = gl.load(p_state)
+    # All loads in flight before the first result is waited for. Left alone, the compiler issues the state's only after
+    # the norms: the barrier keeps them above it, and a block of its own (always entered) keeps the norms below it.
+    tl.debug_barrier()
+    k_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], SHARED)
+    decay_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], SHARED)
+    v_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_V], SHARED)
+    beta_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, 1], SHARED)
+    if batch > 0:
+        stage_records(k, g, v, beta, k_shared, decay_shared, v_shared, beta_shared)
     if HAS_TRACK:
         track_slot, track_step, track = load_track(
             track_slots, track_steps, i_n, accept, num_slots, errors, first, COUNT
         )
-
-    k = k.to(gl.float32)
-    k = k * in_layout(inverse_norm(dot_k(k, k)), gl.SliceLayout(1, KEYS))[:, None]
-    k_rows = shared_rows(k, gl.float32, [TOKENS, K])
-    decay_rows = shared_rows(gl.exp(g), gl.float32, [TOKENS, K])
-    v_rows = shared_rows(v.to(gl.float32), gl.float32, [TOKENS, BLOCK_V])
-    beta_rows = shared_rows(beta, gl.float32, [TOKENS, 1])
+    k_rows = row_by_row(k_shared)
+    decay_rows = row_by_row(decay_shared)
+    v_rows = row_by_row(v_shared)
+    beta_rows = row_by_row(beta_shared)
     tl.debug_barrier()  # here, or the compiler puts it into the loop
     for t in range(0, accept.to(gl.int32)):
         k_t = k_rows.index(t).load(STATE)
