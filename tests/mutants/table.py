@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERIFY, COMMIT, COMMON, ARITHMETIC = (f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic"))
+VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED = (
+    f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic", "chunked")
+)
 
 
 @dataclass(frozen=True)
@@ -202,5 +204,47 @@ MUTANTS = (
         "        row = tl.cast(i, tl.int64) * 0\n        usable = row < num_rows",
         "test_cases_ownership.py::test_O2_window_rows_by_batch_position[8-slots-fused]",
         "window and snapshot rows are batch positions",
+    ),
+    Mutant(
+        "chunk-looks-ahead",
+        CHUNKED,
+        "        X = tl.where(t_index >= s, update, X)",
+        "        X = update",
+        "test_chunked_bits.py::test_a_later_token_that_is_not_finite_reaches_no_earlier_one"
+        "[B2-T5-H1-HV2-K64-bf16-nan-fused]",
+        "a coefficient of 0 times a later token's NaN is NaN: a token takes no part, not a part of 0",
+    ),
+    Mutant(
+        "chunk-solve-looks-ahead",
+        CHUNKED,
+        "        B = tl.where((t_index >= r) & (s_index < r), update, B)",
+        "        B = tl.where(s_index < r, update, B)",
+        "test_chunked_bits.py::test_a_later_token_that_is_not_finite_reaches_no_earlier_one"
+        "[B2-T5-H1-HV2-K64-bf16-nan-unfused]",
+        "rows of the triangular system above r have nothing to do with token r",
+    ),
+    Mutant(
+        "chunk-solved-forwards",
+        CHUNKED,
+        "    for r in tl.static_range(T - 1, 0, -1):",
+        "    for r in tl.static_range(1, T):",
+        "test_chunked.py::test_outputs_stay_within_fp32_error_of_the_oracle[B2-T3-H1-HV2-K64-bf16-pad0-fused]",
+        "a column of M is final only when all later ones have been taken off it",
+    ),
+    Mutant(
+        "chunk-order-of-tokens",
+        CHUNKED,
+        "    for s in tl.static_range(T):",
+        "    for s in tl.static_range(T - 1, -1, -1):",
+        "test_chunked_order.py::test_every_operation_is_in_the_documented_order[5-64]",
+        "the order of the sum over tokens is part of the contract",
+    ),
+    Mutant(
+        "chunk-decays-one-late",
+        CHUNKED,
+        "    product = product * decay\n    decayed_q = tl.where(is_new, q * product, decayed_q)\n",
+        "    decayed_q = tl.where(is_new, q * product, decayed_q)\n    product = product * decay\n",
+        "test_chunked.py::test_outputs_stay_within_fp32_error_of_the_oracle[B2-T3-H1-HV2-K64-bf16-pad0-unfused]",
+        "the state fades by a token's own decay before its query reads it",
     ),
 )

@@ -16,13 +16,15 @@ from kda_kernels.reference import (
     scatter_snapshots_reference,
     verify_reference,
 )
-from kda_kernels.shapes import CONV_WIDTH, KdaShape, LaunchConfig
+from kda_kernels.shapes import CONV_WIDTH, FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig
 from kda_kernels.verify import verify_fused, verify_unfused
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CONV_WIDTH",
+    "FORMS",
+    "MAX_CHUNKED_TOKENS",
     "ErrorKind",
     "KdaShape",
     "LaunchConfig",
