@@ -28,7 +28,7 @@ from kda_kernels._triton.common import (
 
 @gluon.jit
 def row_by_row(tile):
-    """A [rows, columns] tile of shared memory with a dimension more: ``.index(t)`` is its row t, [1, columns], any t."""
+    """A [rows, columns] tile of shared memory as [rows, 1, columns]: ``.index(t)`` is row t, at a t known at run time."""
     return tile._reinterpret(tile.dtype, [tile.shape[0], 1, tile.shape[1]], tile.layout)
 
 

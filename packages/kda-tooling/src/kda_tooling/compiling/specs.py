@@ -39,6 +39,7 @@ _LABELS = {
     ("verify_unfused", "verify_gluon_kernel"): "recurrence",
     ("verify_fused", "verify_gluon_kernel"): "fused",
     ("fold", "fold_kernel"): "fold",
+    ("fold", "fold_gluon_kernel"): "fold",
     ("scatter_conv", "scatter_kernel"): "scatter_conv",
     ("scatter_snapshots", "scatter_kernel"): "scatter_snapshots",
 }
@@ -213,6 +214,9 @@ def _verify_specs(record: str, **knobs: Any) -> list[CompileSpec]:
     return [CompileSpec(op, record, **knobs) for op in ("verify_fused", "verify_unfused")]
 
 
+FOLD_TILE = LaunchConfig(block_v=64, num_warps=4, rows_per_thread=4)
+"""Of the Gluon fold: half a head of V = 128."""
+
 _OTHER: dict[str, Any] = {"head_dim": 64, "dtype": "fp16", "fp32_weight": True, "bias": False, "safe_gate": False}
 """The other value of every yes-or-no choice, in one configuration."""
 
@@ -229,6 +233,7 @@ _NVIDIA = [
     *_verify_specs("ring", config=FEW_HEADS),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS),
     CompileSpec("verify_fused", "snapshots", config=MANY_HEADS),
+    CompileSpec("fold", config=FOLD_TILE),
 ]
 
 _SM90 = [
@@ -253,6 +258,10 @@ _SM90 = [
     CompileSpec("fold", draft_tokens=8, track=True),
     CompileSpec("fold", config=LaunchConfig(8, 1)),
     CompileSpec("fold", config=LaunchConfig(32, 8)),
+    CompileSpec("fold", config=LaunchConfig(16, 1, rows_per_thread=4)),
+    CompileSpec("fold", head_dim=64, dtype="fp16", config=FOLD_TILE),
+    CompileSpec("fold", heads=(4, 8), draft_tokens=8, track=True, config=FOLD_TILE),
+    CompileSpec("fold", pdl=False, config=FOLD_TILE),
     CompileSpec("fold", pdl=False),
     CompileSpec("scatter_conv", track=True),
     CompileSpec("scatter_conv", pdl=False),
