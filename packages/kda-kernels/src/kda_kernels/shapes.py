@@ -106,9 +106,9 @@ class LaunchConfig:
         num_warps: warps per program.
         pdl: programmatic dependent launch. None: on where the device has it (sm90 and later); False: off;
             True: required, and refused with a reason on a device without it.
-        rows_per_thread: None: the portable Triton kernel. 1, 2 or 4: verify's Gluon kernel (NVIDIA, compiled), whose
-            state tile has 8 lanes along K and this many consecutive rows per thread; ``block_v`` must then be a
-            multiple of ``4 * num_warps * rows_per_thread``. Fold and scatters ignore it.
+        rows_per_thread: None: the portable Triton kernel. 1, 2 or 4: verify's or fold's Gluon kernel (NVIDIA,
+            compiled), whose state tile has 8 lanes along K and this many consecutive rows per thread; ``block_v`` must
+            then be a multiple of ``4 * num_warps * rows_per_thread``.
         max_registers: registers per thread that the compiler may use (spilling beyond); None: its own choice.
         stagger: Gluon kernels only: in the first wave of programs, the j-th program of an SM starts ``j * stagger``
             clock cycles late, so that the programs of an SM do not all load at once and then all compute. 0: off.
