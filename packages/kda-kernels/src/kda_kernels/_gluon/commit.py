@@ -28,7 +28,7 @@ from kda_kernels._triton.common import (
 
 @gluon.jit
 def row_by_row(tile):
-    """A [rows, columns] tile of shared memory as [rows, 1, columns]: ``.index(t)`` is row t, at a t known at run time."""
+    """A [rows, columns] tile of shared memory as [rows, 1, columns]: ``.index(t)`` is row t, for a run-time t."""
     return tile._reinterpret(tile.dtype, [tile.shape[0], 1, tile.shape[1]], tile.layout)
 
 
@@ -108,7 +108,8 @@ def fold_gluon_kernel(
     p_state = p_layer + slot * ssm_pitch
     S = gl.load(p_state)
     # All loads in flight before the first result is waited for. Left alone, the compiler issues the state's only after
-    # the norms: the barrier keeps them above it, and a block of its own (always entered) keeps the norms below it.
+    # the norms: the barrier keeps them above it, and a block of its own (always entered) keeps the norms below it. It
+    # also means that a row which two warps hold (more warps than rows) is loaded by both before either stores it.
     tl.debug_barrier()
     k_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], SHARED)
     decay_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], SHARED)
