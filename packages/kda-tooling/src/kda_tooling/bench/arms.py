@@ -6,18 +6,20 @@ commit is the pool's own function. What is timed is what is served.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from kda_backend import LANES, commit_layers, lane_mode
-from kda_kernels import KdaShape, LaunchConfig, verify_fused, verify_unfused
+from kda_kernels import FORMS, KdaShape, LaunchConfig, verify_fused, verify_unfused
 from kda_kernels.shapes import SUPPORTED_BLOCK_V, SUPPORTED_NUM_WARPS, SUPPORTED_ROWS_PER_THREAD
 from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems, VerifyProblem
 
 OURS = "kda"
+RECURRENT = FORMS[0]
 MAX_STATE_REGISTERS = 128
 """Configurations whose state tile takes more registers per thread than this are not swept: they spill."""
 
@@ -34,6 +36,7 @@ class Arm:
         verify: runs one layer's verify; returns [B*T, HV, V].
         commit: commits all layers of ``problems`` in place.
         config: launch configuration of verify; None for the kernels' own choice, and for a peer.
+        form: one of `kda_kernels.FORMS`.
     """
 
     name: str
@@ -43,6 +46,12 @@ class Arm:
     verify: Callable[[VerifyProblem], torch.Tensor]
     commit: Callable[[Problems, torch.Tensor], None]
     config: LaunchConfig | None = None
+    form: str = RECURRENT
+
+    @property
+    def column(self) -> str:
+        """The lane, with its form where that is not the usual one: arms of one column can stand for each other."""
+        return self.lane if self.form == RECURRENT else f"{self.lane} {self.form}"
 
 
 def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
@@ -68,13 +77,14 @@ def _suffix(config: LaunchConfig | None) -> str:
     return f" bv{config.block_v}.w{config.num_warps}{rows}"
 
 
-def _verify(lane: str, config: LaunchConfig | None) -> Callable[[VerifyProblem], torch.Tensor]:
+def _verify(lane: str, form: str, config: LaunchConfig | None) -> Callable[[VerifyProblem], torch.Tensor]:
     op = verify_fused if lane.startswith("fused") else verify_unfused
 
     def run(p: VerifyProblem) -> torch.Tensor:
         return op(
             p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=p.record(lane_mode(lane)),
             slots=p.slots, draft_tokens=p.draft_tokens, config=config, errors=p.errors, workspace=p.workspace,
+            form=form,
         )  # fmt: skip
 
     return run
@@ -91,19 +101,27 @@ def _commit(mode: str) -> Callable[[Problems, torch.Tensor], None]:
     return run
 
 
-def our_arms(shape: KdaShape, lanes: Iterable[str], sweep_configs: bool, nvidia: bool = False) -> list[Arm]:
-    """Our lanes, in the default configuration or (fused lanes) in every one."""
+def our_arms(
+    shape: KdaShape,
+    lanes: Iterable[str],
+    sweep_configs: bool,
+    nvidia: bool = False,
+    forms: Iterable[str] = (RECURRENT,),
+) -> list[Arm]:
+    """Our lanes in each form that they have, in the default configuration or (fused lanes) in every one."""
     arms = []
-    for lane in lanes:
+    for form, lane in itertools.product(forms, lanes):
         if lane not in LANES:
             raise ValueError(f"lane must be one of {', '.join(LANES)}; got {lane!r}")
         mode = lane_mode(lane)
+        if form != RECURRENT and mode != "ring":
+            continue
         configs: list[LaunchConfig | None] = [None]
         if sweep_configs and lane.startswith("fused"):
             configs += launch_configs(shape, nvidia)
         for config in configs:
-            name = f"{OURS} {lane}{_suffix(config)}"
-            arms.append(Arm(name, OURS, lane, mode, _verify(lane, config), _commit(mode), config))
+            arm = Arm("", OURS, lane, mode, _verify(lane, form, config), _commit(mode), config, form)
+            arms.append(replace(arm, name=f"{OURS} {arm.column}{_suffix(config)}"))
     return arms
 
 
@@ -127,4 +145,6 @@ def commit_arms(arms: Iterable[Arm]) -> list[Arm]:
     unique: dict[tuple[str, str], Arm] = {}
     for arm in arms:
         unique.setdefault((arm.owner, arm.mode), arm)
-    return [replace(arm, name=f"{owner} {mode} commit", lane=mode) for (owner, mode), arm in unique.items()]
+    return [
+        replace(arm, name=f"{owner} {mode} commit", lane=mode, form=RECURRENT) for (owner, mode), arm in unique.items()
+    ]

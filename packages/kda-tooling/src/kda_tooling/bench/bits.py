@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kda_kernels import Ring
-from kda_tooling.bench.arms import OURS, Arm, commit_arms
+from kda_tooling.bench.arms import OURS, RECURRENT, Arm, commit_arms
 from kda_tooling.problem import Problems, VerifyProblem
 
 OUTPUT_TOLERANCE = 1e-3
@@ -65,15 +65,16 @@ class _Expected:
 def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
     """Run every arm once on poisoned buffers and compare: records and windows, outputs of ours, with equal bits.
 
-    A peer's output is compared within `OUTPUT_TOLERANCE`. ``state.conv_state`` is restored after each arm: SGLang's
-    unfused lane rolls it.
+    Outputs of another form than the recurrent one are equal among themselves; they and a peer's are compared with ours
+    within `OUTPUT_TOLERANCE`. ``state.conv_state`` is restored after each arm: SGLang's unfused lane rolls it.
 
     Raises:
         BitsDifferError: an arm differs; the message names both arms and the tensor.
     """
     conv_state = problem.state.conv_state.clone()
     expected = _Expected()
-    for arm in arms:
+    # What others are compared with comes first: ours, the recurrent form before the other.
+    for arm in sorted(arms, key=lambda arm: (arm.owner != OURS, arm.form != RECURRENT)):
         tensors = _written(problem, arm.mode)
         for tensor in tensors.values():
             tensor.fill_(POISON)
@@ -82,8 +83,8 @@ def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
         for name, tensor in tensors.items():
             expected.equal(arm, name, tensor)
         if arm.owner == OURS:
-            expected.equal(arm, "output", out)
-        else:
+            expected.equal(arm, "output" if arm.form == RECURRENT else f"{arm.form} output", out)
+        if arm.owner != OURS or arm.form != RECURRENT:
             expected.close(arm, "output", out, OUTPUT_TOLERANCE)
 
 

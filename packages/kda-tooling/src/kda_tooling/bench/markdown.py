@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import command_of
-from kda_tooling.bench.tables import best_ratio, columns, peers_of
+from kda_tooling.bench.tables import best_ratio, columns, ratio_columns
 
 BEGIN = "<!-- results: begin (kda report) -->"
 END = "<!-- results: end -->"
@@ -43,22 +43,22 @@ def _provenance(result: SweepResult, source: str) -> str:
 
 
 def _table(result: SweepResult, title: str, cells: list[Cell]) -> list[str]:
-    lanes, peers = columns(result), peers_of(result)
+    lanes, ratios = columns(result), ratio_columns(result)
     heads = [title, *(f"{owner} {lane}" for owner, lane in lanes), "byte floor"]
-    heads += [f"best ours / best {peer}" for peer in peers]
+    heads += [heading for heading, _, _ in ratios]
     heads = [head.replace("|", r"\|") for head in heads]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
-    lines += [_row(cell, lanes, peers) for cell in cells]
+    lines += [_row(cell, lanes, [(peer, form) for _, peer, form in ratios]) for cell in cells]
     return lines
 
 
-def _row(cell: Cell, lanes: list[tuple[str, str]], peers: list[str]) -> str:
+def _row(cell: Cell, lanes: list[tuple[str, str]], ratios: list[tuple[str, str]]) -> str:
     best = [cell.best(owner, lane=lane) for owner, lane in lanes]
     least = min(arm.median_us for arm in best if arm)
     texts = [f"B = {cell.batch}", *(_text(arm, arm is not None and arm.median_us == least) for arm in best)]
     texts.append("-" if cell.ring_floor_us is None else f"{cell.ring_floor_us:.2f}")
-    for peer in peers:
-        ratio = best_ratio(cell, peer)
+    for peer, form in ratios:
+        ratio = best_ratio(cell, peer, form)
         texts.append("-" if ratio is None else f"{ratio:.2f}")
     return "| " + " | ".join(texts) + " |"
 

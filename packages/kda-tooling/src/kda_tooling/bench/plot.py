@@ -21,7 +21,7 @@ FILE_TYPES = (".png", ".svg", ".pdf")
 # Okabe and Ito's palette: told apart by colour-blind readers too. A lane has one colour whoever owns it.
 LANE_COLOURS = {
     "fused+ring": "#0072B2", "unfused+ring": "#D55E00", "fused": "#56B4E9", "unfused": "#E69F00",
-    "ring": "#0072B2", "snapshots": "#E69F00",
+    "fused+ring chunked": "#009E73", "unfused+ring chunked": "#CC79A7", "ring": "#0072B2", "snapshots": "#E69F00",
 }  # fmt: skip
 PEER_STYLES = (("s", "--"), ("^", "-."), ("D", (0, (3, 1, 1, 1))))
 LEAST_DECADES = 1.5

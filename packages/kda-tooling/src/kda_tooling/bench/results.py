@@ -14,8 +14,9 @@ from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.settings import KINDS, MAX_BATCH, MAX_DRAFT_TOKENS, SweepSettings
 
 SCHEMA = 1
-SETTINGS = frozenset(field.name for field in fields(SweepSettings))
-"""What a result states of the settings: all of them."""
+OPTIONAL_SETTINGS = frozenset({"forms"})
+SETTINGS = frozenset(field.name for field in fields(SweepSettings)) - OPTIONAL_SETTINGS
+"""What a result states of the settings: all of them, but ``forms`` only where they are not the recurrent one alone."""
 
 SHAPE = frozenset(field.name for field in fields(KdaShape))
 MODES = ("ring", "snapshots")
@@ -31,7 +32,9 @@ class ArmResult:
     """One arm in one cell.
 
     Args:
-        name, owner, lane, mode: as `kda_tooling.bench.arms.Arm`; ``lane`` is the mode where only commits were timed.
+        name, owner, mode: as `kda_tooling.bench.arms.Arm`.
+        lane: the arm's ``column``: its lane, followed by " chunked" in that form; the mode where only commits were
+            timed.
         median_us: microseconds per layer, median over passes.
         spread: largest distance of a pass from the median, as a share of it.
         passes_us: every pass.
@@ -46,6 +49,11 @@ class ArmResult:
     spread: float
     passes_us: list[float]
     floor_us: float
+
+    @property
+    def form(self) -> str:
+        """The form of the outputs, one of `kda_kernels.FORMS`."""
+        return "chunked" if self.lane.endswith(" chunked") else "recurrent"
 
     @property
     def over_floor(self) -> float:
@@ -89,10 +97,14 @@ class Cell:
         """The byte floor of ring lanes, or None where none was measured."""
         return next((arm.floor_us for arm in self.arms if arm.mode == "ring"), None)
 
-    def best(self, owner: str, mode: str | None = None, lane: str | None = None) -> ArmResult | None:
-        """The fastest arm of ``owner`` (in ``mode`` or ``lane``), or None."""
+    def best(
+        self, owner: str, mode: str | None = None, lane: str | None = None, form: str | None = None
+    ) -> ArmResult | None:
+        """The fastest arm of ``owner`` (in ``mode``, ``lane`` or ``form``), or None."""
         found = [
-            arm for arm in self.arms if arm.owner == owner and mode in (None, arm.mode) and lane in (None, arm.lane)
+            arm
+            for arm in self.arms
+            if arm.owner == owner and mode in (None, arm.mode) and lane in (None, arm.lane) and form in (None, arm.form)
         ]
         return min(found, key=lambda arm: arm.median_us, default=None)
 
@@ -168,7 +180,7 @@ def _cell(data: Any, where: str) -> Cell:
 
 def _settings(data: Any, where: str) -> dict[str, Any]:
     """The settings as stored, known to be those of a possible sweep."""
-    if not isinstance(data, dict) or set(data) != SETTINGS:
+    if not isinstance(data, dict) or set(data) - OPTIONAL_SETTINGS != SETTINGS:
         raise ValueError(f"{where} must have the keys {sorted(SETTINGS)}")
     if not isinstance(data["shape"], dict) or set(data["shape"]) != SHAPE:
         raise ValueError(f"{where}: shape must have the keys {sorted(SHAPE)}")
@@ -180,7 +192,7 @@ def _settings(data: Any, where: str) -> dict[str, Any]:
         check_text("peers", name, where)
     try:
         # A result names its peers without their folders, which need not be here.
-        lists = {name: tuple(data[name]) for name in ("lanes", "batch_sizes", "draft_tokens")}
+        lists = {name: tuple(data[name]) for name in ("lanes", "batch_sizes", "draft_tokens", "forms") if name in data}
         SweepSettings(**{**data, **lists, "shape": KdaShape(**data["shape"]), "peers": ()})
     except (ValueError, TypeError) as error:
         said = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))

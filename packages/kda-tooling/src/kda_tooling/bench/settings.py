@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kda_backend import LANES
-from kda_kernels import KdaShape
+from kda_backend import LANES, lane_mode
+from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
 
 KINDS = ("verify", "round", "commit")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,6 +20,7 @@ MAX_DRAFT_TOKENS = 64
 MAX_PASSES = 1001
 MAX_HEADS = 1024
 DEFAULT_SHAPE = KdaShape(8, 8, 128, 128)
+DEFAULT_FORMS = ("recurrent",)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class SweepSettings:
         dtype: "bf16" or "fp16".
         lower_bound: None for the standard gate, else below 0.
         bias: whether the conv has a bias.
+        forms: of `kda_kernels.FORMS`; ring lanes are measured in each, the others in the recurrent form.
         kind: "verify", "round" or "commit".
         accept: accept length of commits; None means T - 1 (at least 1).
         sweep_configs: measure the fused lanes in every launch configuration.
@@ -52,6 +54,7 @@ class SweepSettings:
     dtype: str = "bf16"
     lower_bound: float | None = -5.0
     bias: bool = True
+    forms: tuple[str, ...] = DEFAULT_FORMS
     kind: str = "verify"
     accept: int | None = None
     sweep_configs: bool = False
@@ -86,8 +89,29 @@ class SweepSettings:
             )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"--seed must be at least 0 and below 2**63; got {self.seed}")
+        self._check_forms()
         self._check_kind()
         self._check_peers()
+
+    def _check_forms(self) -> None:
+        """Every lane has a form to be measured in, and every form a lane."""
+        unknown = [form for form in self.forms if form not in FORMS]
+        if unknown or not self.forms:
+            raise ValueError(f"--form must be of {', '.join(FORMS)}; got {', '.join(unknown) or 'none'}")
+        if "chunked" not in self.forms:
+            return
+        without = [lane for lane in self.lanes if lane_mode(lane) != "ring"]
+        if len(without) == len(self.lanes) or (without and self.forms == ("chunked",)):
+            raise ValueError(
+                f"--form chunked is of ring lanes: leave {', '.join(without)} out of --modes or add the recurrent form"
+            )
+        if max(self.draft_tokens) > MAX_CHUNKED_TOKENS:
+            raise ValueError(
+                f"--form chunked takes at most {MAX_CHUNKED_TOKENS} draft tokens; --draft-tokens has "
+                f"{max(self.draft_tokens)}"
+            )
+        if self.kind == "commit":
+            raise ValueError("--form varies the verify kernels, and --commit times none: leave one of them out")
 
     def _check_kind(self) -> None:
         """What is asked must have an effect on what is measured."""
@@ -152,6 +176,7 @@ def command_of(settings: dict[str, Any]) -> str:
     add("--lower-bound", "none" if bound is None else bound, default.lower_bound)
     add("--dtype", settings["dtype"], default.dtype)
     words += [] if settings["bias"] else ["--no-bias"]
+    add("--form", settings.get("forms", list(DEFAULT_FORMS)), list(DEFAULT_FORMS))
     words += ["--sweep-bv"] if settings["sweep_configs"] else []
     words += [] if settings["kind"] == "verify" else [f"--{settings['kind']}"]
     add("--accept", settings["accept"], None)

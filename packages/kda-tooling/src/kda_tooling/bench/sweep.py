@@ -17,7 +17,7 @@ from kda_tooling.bench.bits import check_bits, check_commits
 from kda_tooling.bench.floor import Traffic, commit_traffic, verify_traffic
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
-from kda_tooling.bench.settings import SweepSettings
+from kda_tooling.bench.settings import DEFAULT_FORMS, SweepSettings
 from kda_tooling.bench.timing import Timing, capture, measure_interleaved
 from kda_tooling.peers import Peer, load_peer
 from kda_tooling.problem import Problems, VerifyProblem, random_problems
@@ -34,7 +34,7 @@ HOT_ROUNDS = 16
 def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer]) -> list[Arm]:
     """The arms of a cell, ours first."""
     nvidia = problem.slots.device.type == "cuda" and torch.version.hip is None
-    arms = our_arms(settings.shape, settings.lanes, settings.sweep_configs, nvidia)
+    arms = our_arms(settings.shape, settings.lanes, settings.sweep_configs, nvidia, settings.forms)
     for peer in peers:
         arms += peer_arms(peer, problem)
     return arms
@@ -120,7 +120,7 @@ def arm_result(arm: Arm, timing: Timing, floor_us: float) -> ArmResult:
     """What is stored of one arm: times in steps of 0.1 ns, the clock's own step being 0.5 us per replay."""
     passes = Timing(tuple(round(us, 4) for us in timing.passes_us))
     return ArmResult(
-        name=arm.name, owner=arm.owner, lane=arm.lane, mode=arm.mode, median_us=passes.median_us,
+        name=arm.name, owner=arm.owner, lane=arm.column, mode=arm.mode, median_us=passes.median_us,
         spread=round(passes.spread, 6), passes_us=list(passes.passes_us), floor_us=round(floor_us, 4),
     )  # fmt: skip
 
@@ -173,5 +173,7 @@ def run_sweep(settings: SweepSettings, on_cell: Callable[[int, int], None] = lam
         cells.append(measure_cell(settings, draft_tokens, batch, peers, machine))
         torch.cuda.empty_cache()
     described = asdict(settings) | {"peers": [spec.partition("=")[0] for spec in settings.peers]}
+    if settings.forms == DEFAULT_FORMS:
+        del described["forms"]  # as results without this setting are stored: they are of the recurrent form
     described = json.loads(json.dumps(described))  # tuples to lists: equal to what is read back from JSON
     return SweepResult(machine, described, {peer.name: peer.version for peer in peers}, cells)

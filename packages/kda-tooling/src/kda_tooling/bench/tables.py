@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from kda_kernels import FORMS
 from kda_tooling.bench.arms import OURS
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.terminal import plain
@@ -47,9 +48,9 @@ def tables(result: SweepResult, every_arm: bool = False) -> list[Table]:
     return found
 
 
-def best_ratio(cell: Cell, peer: str) -> float | None:
-    """Our fastest ring arm's latency over the peer's fastest; None where one is missing."""
-    ours, theirs = cell.best(OURS, mode="ring"), cell.best(peer, mode="ring")
+def best_ratio(cell: Cell, peer: str, form: str = FORMS[0]) -> float | None:
+    """Our fastest ring arm's latency in ``form`` over the peer's fastest; None where one is missing."""
+    ours, theirs = cell.best(OURS, mode="ring", form=form), cell.best(peer, mode="ring")
     return ours.median_us / theirs.median_us if ours and theirs else None
 
 
@@ -58,22 +59,33 @@ def peers_of(result: SweepResult) -> list[str]:
     return sorted({owner for owner, _ in columns(result)} - {OURS})
 
 
+def ratio_columns(result: SweepResult) -> list[tuple[str, str, str]]:
+    """(heading, peer, form) of every comparison with a peer: forms are compared apart, their bits are not equal."""
+    ours = {arm.form for cell in result.cells for arm in cell.arms if arm.owner == OURS and arm.mode == "ring"}
+    forms = [form for form in FORMS if form in (ours or FORMS[:1])]
+    return [
+        (f"best ours{'' if form == FORMS[0] else ' ' + form} / best {peer}", peer, form)
+        for peer in peers_of(result)
+        for form in forms
+    ]
+
+
 def _lane_rows(table: Table, cells: list[Cell], result: SweepResult) -> None:
     lanes = columns(result)
-    peers = peers_of(result)
+    ratios = ratio_columns(result)
     table.add_column("B", justify="right")
     table.add_column("layers", justify="right")
     table.add_column("floor, ring", justify="right")
     for owner, lane in lanes:
         table.add_column(plain(f"{owner} {lane}"), justify="right")
-    for peer in peers:
-        table.add_column(plain(f"best ours / best {peer}"), justify="right")
+    for heading, _, _ in ratios:
+        table.add_column(plain(heading), justify="right")
     for cell in cells:
         floor = cell.ring_floor_us
         row = [str(cell.batch), f"{cell.layers}{'' if cell.cold else ' hot'}", "-" if floor is None else f"{floor:.2f}"]
         row += [_text(cell.best(owner, lane=lane)) for owner, lane in lanes]
-        for peer in peers:
-            ratio = best_ratio(cell, peer)
+        for _, peer, form in ratios:
+            ratio = best_ratio(cell, peer, form)
             row.append("-" if ratio is None else f"{ratio:.2f}")
         table.add_row(*row)
 

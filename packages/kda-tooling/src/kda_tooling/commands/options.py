@@ -13,6 +13,9 @@ import typer
 LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
 """`kda_backend.LANES`, here for options, so that ``--help`` need not import torch."""
 
+FORMS = ("recurrent", "chunked")
+"""`kda_kernels.FORMS`, here for the same reason."""
+
 
 def interpreter_chosen() -> bool:
     """Whether the environment asks for Triton's interpreter, spelt as Triton allows."""

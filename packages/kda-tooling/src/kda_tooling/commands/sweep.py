@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import LANES, check_distinct, check_output_file, interpreter_chosen, refuse
+from kda_tooling.commands.options import FORMS, LANES, check_distinct, check_output_file, interpreter_chosen, refuse
 from kda_tooling.commands.report import show
 from kda_tooling.terminal import plain
 
@@ -85,6 +85,9 @@ def sweep(
     ] = "-5.0",
     dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
     bias: Annotated[bool, typer.Option(help="Conv bias.")] = True,
+    form: Annotated[
+        list[str], typer.Option(help=f"Forms of ring lanes: {', '.join(FORMS)}. chunked alone: ring lanes only.")
+    ] = list(FORMS[:1]),  # noqa: B006
     sweep_bv: Annotated[bool, typer.Option("--sweep-bv", help="All launch configurations of the fused lanes.")] = False,
     round_: Annotated[
         bool, typer.Option("--round", help="Time verify on every layer plus one all-layer commit.")
@@ -109,13 +112,17 @@ def sweep(
     if round_ and commit:
         raise refuse("--round", "times verify plus commit, --commit the commit alone: give one of them.")
     bound = _lower_bound(lower_bound)
+    forms = tuple(one for one in FORMS if one in form) + tuple(one for one in form if one not in FORMS)
+    if forms == ("chunked",) and tuple(lanes) == LANES:  # all lanes: those that this form is of
+        lanes = [lane for lane in LANES if lane.endswith("+ring")]
     try:
         settings = SweepSettings(
             lanes=tuple(dict.fromkeys(lanes)), batch_sizes=tuple(sorted(set(batch_sizes))),
             draft_tokens=tuple(sorted(set(draft_tokens))),
             shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
-            dtype=dtype, lower_bound=bound, bias=bias, kind="round" if round_ else "commit" if commit else "verify",
-            accept=accept, sweep_configs=sweep_bv, hot=hot, passes=passes, peers=tuple(peer), seed=seed,
+            dtype=dtype, lower_bound=bound, bias=bias, forms=forms,
+            kind="round" if round_ else "commit" if commit else "verify", accept=accept,
+            sweep_configs=sweep_bv, hot=hot, passes=passes, peers=tuple(peer), seed=seed,
         )  # fmt: skip
         for spec in settings.peers:
             load_peer(spec)
