@@ -68,6 +68,12 @@ def test_help_has_an_example(command: list[str]) -> None:
         (["--ring-length", "0"], "--ring-length"),
         (["--lanes", "fused,sideways"], "['sideways']; allowed are unfused"),
         (["--lanes", ","], "no lane"),
+        (["--form", "x"], "'x' is not a form; allowed are recurrent, chunked"),
+        (
+            ["--form", "chunked", "--lanes", "fused,fused+ring"],
+            "fused: --form chunked is of unfused+ring, fused+ring only",
+        ),
+        (["--form", "chunked", "--draft-tokens", "17"], "17 is more than the 16 tokens that --form chunked takes"),
         (["--prompts", "0"], "--prompts"),
         (["--prompts", "999"], "999 prompts were asked for"),
         (["--prompt-file", "no/such/file.py"], "is not a file"),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kda_tooling.commands.options import LANES, choose_kernels, refuse, resolve_device
+from kda_tooling.commands.options import FORMS, LANES, choose_kernels, refuse, resolve_device
 
 ASSETS = Path(__file__).parent.parent / "assets"
 PROMPTS = 3
@@ -17,6 +17,9 @@ PROMPT_BYTES = 768
 MAX_DRAFT_TOKENS = 64
 MAX_RING_LENGTH = 1024
 MAX_BYTES = 1 << 16
+RING_LANES = tuple(lane for lane in LANES if lane.endswith("+ring"))
+MAX_CHUNKED_TOKENS = 16
+"""`kda_kernels.MAX_CHUNKED_TOKENS`, here so that ``--help`` need not import torch."""
 
 
 def register(app: typer.Typer) -> None:
@@ -27,11 +30,16 @@ def register(app: typer.Typer) -> None:
     )(demo)
 
 
-def _lanes(value: str) -> tuple[str, ...]:
+def _lanes(value: str | None, form: str) -> tuple[str, ...]:
+    if value is None:
+        return RING_LANES if form == "chunked" else LANES
     lanes = tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
     unknown = [lane for lane in lanes if lane not in LANES]
     if unknown or not lanes:
         raise refuse("--lanes", f"{value!r} names {unknown or 'no lane'}; allowed are {', '.join(LANES)}.")
+    others = [lane for lane in lanes if lane not in RING_LANES]
+    if form == "chunked" and others:
+        raise refuse("--lanes", f"{', '.join(others)}: --form chunked is of {', '.join(RING_LANES)} only.")
     return lanes
 
 
@@ -40,7 +48,12 @@ def demo(
         int, typer.Option(help="Tokens verified per round, the root included.", min=1, max=MAX_DRAFT_TOKENS)
     ] = 4,
     num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to decode per prompt.", min=1, max=MAX_BYTES)] = 48,
-    lanes: Annotated[str, typer.Option(help="Comma-separated lanes to compare.")] = ",".join(LANES),
+    lanes: Annotated[
+        str | None, typer.Option(help="Comma-separated lanes to compare; default: every lane that has the form.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option(help="recurrent, or chunked (ring lanes): tokens that differ are counted, not forbidden.")
+    ] = FORMS[0],
     prompts: Annotated[
         int | None, typer.Option(help=f"Prompts from held-out modules; default: {PROMPTS}.", min=1)
     ] = None,
@@ -65,10 +78,16 @@ def demo(
 ) -> None:
     """Decode real text with a small KDA model, plainly and with speculation in every lane, and compare them.
 
-    Exit code 1 when a lane's text or state differs from plain decoding or a kernel counted a fault, 2 for wrong
-    arguments.
+    Exit code 1 when a lane's text or state differs from plain decoding (in the recurrent form) or a kernel counted a
+    fault, 2 for wrong arguments.
     """
-    chosen = _lanes(lanes)
+    if form not in FORMS:
+        raise refuse("--form", f"{form!r} is not a form; allowed are {', '.join(FORMS)}.")
+    chosen = _lanes(lanes, form)
+    if form == "chunked" and draft_tokens > MAX_CHUNKED_TOKENS:
+        raise refuse(
+            "--draft-tokens", f"{draft_tokens} is more than the {MAX_CHUNKED_TOKENS} tokens that --form chunked takes."
+        )
     for option, value in (("--prompts", prompts), ("--prompt-bytes", prompt_bytes)):
         if prompt_file and value is not None:
             raise refuse(option, f"{value} is about held-out modules; --prompt-file gives others: leave one out.")
@@ -103,7 +122,7 @@ def demo(
     from kda_tooling.demo.run import DemoSettings, passed
 
     console = Console(stderr=as_json)
-    settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes)
+    settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes, form)
     report = run_with_progress(settings, texts, console)
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))

