@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kda_tooling.commands import compile_report, demo, doctor, report, sweep, train_demo
+from kda_tooling.commands import accuracy, compile_report, demo, doctor, report, sweep, train_demo
 from kda_tooling.terminal import tolerate_encodings
 
 
@@ -34,6 +34,7 @@ compile_report.register(app)
 train_demo.register(app)
 sweep.register(app)
 report.register(app)
+accuracy.register(app)
 doctor.register(app)
 
 

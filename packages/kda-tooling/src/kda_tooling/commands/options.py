@@ -16,6 +16,31 @@ LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
 FORMS = ("recurrent", "chunked")
 """`kda_kernels.FORMS`, here for the same reason."""
 
+SHAPE_OPTIONS = {
+    "num_heads": "--heads",
+    "num_v_heads": "--hv-heads",
+    "head_k_dim": "--head-k-dim",
+    "head_v_dim": "--head-v-dim",
+}
+"""Fields of `kda_kernels.KdaShape`, whose errors name them, and the options that set them."""
+
+
+def rename_shape_fields(message: str) -> str:
+    """An error of `kda_kernels.KdaShape` in the words of the command line."""
+    for name, option in SHAPE_OPTIONS.items():
+        message = message.replace(name, option)
+    return message
+
+
+def parse_lower_bound(value: str) -> float | None:
+    """``--lower-bound``: a number, or None for the standard gate. Raises ``typer.BadParameter``."""
+    if value.lower() in ("none", "standard"):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise refuse("--lower-bound", f"{value!r} is neither a number nor 'none'.") from None
+
 
 def interpreter_chosen() -> bool:
     """Whether the environment asks for Triton's interpreter, spelt as Triton allows."""

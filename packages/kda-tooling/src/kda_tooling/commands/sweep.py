@@ -10,21 +10,22 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import FORMS, LANES, check_distinct, check_output_file, interpreter_chosen, refuse
+from kda_tooling.commands.options import (
+    FORMS,
+    LANES,
+    check_distinct,
+    check_output_file,
+    interpreter_chosen,
+    parse_lower_bound,
+    refuse,
+    rename_shape_fields,
+)
 from kda_tooling.commands.report import show
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
     from kda_tooling.bench.results import SweepResult
     from kda_tooling.bench.settings import SweepSettings
-
-SHAPE_OPTIONS = {
-    "num_heads": "--heads",
-    "num_v_heads": "--hv-heads",
-    "head_k_dim": "--head-k-dim",
-    "head_v_dim": "--head-v-dim",
-}
-"""Fields of `kda_kernels.KdaShape`, whose errors name them, and the options that set them."""
 
 
 def register(app: typer.Typer) -> None:
@@ -59,15 +60,6 @@ def _check_outputs(json: Path | None, plot: Path | None) -> None:
         except ValueError as error:
             raise refuse("--plot", f"{error}.") from None
     check_distinct({"--json": json, "--plot": plot})
-
-
-def _lower_bound(value: str) -> float | None:
-    if value.lower() in ("none", "standard"):
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        raise refuse("--lower-bound", f"{value!r} is neither a number nor 'none'.") from None
 
 
 def sweep(
@@ -111,7 +103,7 @@ def sweep(
 
     if round_ and commit:
         raise refuse("--round", "times verify plus commit, --commit the commit alone: give one of them.")
-    bound = _lower_bound(lower_bound)
+    bound = parse_lower_bound(lower_bound)
     forms = tuple(one for one in FORMS if one in form) + tuple(one for one in form if one not in FORMS)
     if forms == ("chunked",) and tuple(lanes) == LANES:  # all lanes: those that this form is of
         lanes = [lane for lane in LANES if lane.endswith("+ring")]
@@ -127,10 +119,7 @@ def sweep(
         for spec in settings.peers:
             load_peer(spec)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        message = str(error)
-        for field, option in SHAPE_OPTIONS.items():
-            message = message.replace(field, option)
-        raise typer.BadParameter(message) from None
+        raise typer.BadParameter(rename_shape_fields(str(error))) from None
     _check_outputs(json, plot)
     _require_gpu()
     result = _measure(settings)

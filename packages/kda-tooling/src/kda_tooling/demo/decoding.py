@@ -149,8 +149,8 @@ class Decoder:
 
         ``draft_tokens`` counts the root: 1 is plain decoding. A request that is done leaves its row padded (slot -1).
         The accept length is cut at the last byte wanted, so every run ends in the state after the same bytes.
-        ``form`` is that of verify (`kda_kernels.FORMS`). ``on_progress`` is called after each round with the bytes emitted
-        so far over all requests.
+        ``form`` is that of verify (`kda_kernels.FORMS`). ``on_progress`` is called after each round with the bytes
+        emitted so far over all requests.
         """
         count = len(requests)
         mode = lane_mode(lane)
