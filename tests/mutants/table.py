@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "accept-ignored-by-fold",
         COMMIT,
-        "    for t in range(0, accept):",
+        "    for t in range(0, accept.to(tl.int32)):",
         "    for t in range(0, limit):",
         "test_fold.py::test_fold_of_every_prefix_is_that_snapshot[B2-T3-H1-HV2-K64-bf16-pad0]",
         "rejected drafts must not reach the state",
@@ -68,27 +68,26 @@ MUTANTS = (
     Mutant(
         "accept-zero-folds",
         COMMIT,
-        "    if accept == 0:\n        return\n    if HAS_TRACK:\n        track_slot, track_step, track = load_track(\n"
-        "            track_slots, track_steps, i_n, accept, num_slots, errors, first, COUNT\n        )\n\n    k_range",
-        "    accept = tl.maximum(accept, tl.where(usable, 1, 0))\n    if not usable:\n        return\n"
-        "    if HAS_TRACK:\n        track_slot, track_step, track = load_track(\n"
-        "            track_slots, track_steps, i_n, accept, num_slots, errors, first, COUNT\n        )\n\n    k_range",
+        "    if not (usable & valid & (accept > 0)):\n"
+        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_error(",
+        "    accept = tl.maximum(accept, tl.where(usable, 1, 0))\n    if not (usable & valid):\n"
+        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_error(",
         "test_cases_accept.py::test_A1_accept_zero_leaves_everything_of_that_slot[B3-T2-H1-HV2-K64-bf16]",
         "accept 0 leaves the slot as it is",
     ),
     Mutant(
         "accept-not-bounded",
         COMMON,
-        "    return tl.where(usable & (accept >= 0) & (accept <= limit), accept, 0).to(tl.int32)",
-        "    return tl.where(usable & (accept >= 0), tl.minimum(accept, limit), 0).to(tl.int32)",
+        "    return accept, (accept >= 0) & (accept <= limit)",
+        "    return tl.minimum(accept, limit), accept >= 0",
         "test_cases_accept.py::test_A2_accept_out_of_range_is_left_untouched_and_counted[B3-T2-H1-HV2-K64-bf16-100-kernels]",
         "an accept length that is too large is an error of the caller: the slot stays, nothing is guessed",
     ),
     Mutant(
         "padded-row-not-skipped",
         COMMON,
-        "    usable = (slot >= 0) & (slot < num_slots)\n    count_error(errors, SLOT_ERROR",
-        "    usable = slot < num_slots\n    slot = tl.where(slot < 0, 0, slot)\n    count_error(errors, SLOT_ERROR",
+        "    slot = tl.load(slots + i).to(tl.int64)\n    return slot, (slot >= 0) & (slot < num_slots)",
+        "    slot = tl.load(slots + i).to(tl.int64)\n    return tl.where(slot < 0, 0, slot), slot < num_slots",
         "test_cases_padding.py::test_P1_padded_rows_are_zero_and_untouched[B4-T2-H1-HV2-K64-bf16-pad123-ring-fused]",
         "slot -1 is no slot: zero output, nothing read or written (here it would become slot 0)",
     ),
@@ -184,8 +183,8 @@ MUTANTS = (
     Mutant(
         "slot-index-in-32-bits",
         COMMON,
-        "    slot = tl.load(slots + i).to(tl.int64)\n    usable",
-        "    slot = tl.load(slots + i).to(tl.int32)\n    usable",
+        "    slot = tl.load(slots + i).to(tl.int64)\n    return",
+        "    slot = tl.load(slots + i).to(tl.int32)\n    return",
         "test_cases_padding.py::test_P2_slot_met_on_the_device_is_padding_and_counted[4294967296-fused]",
         "2^32 cut to 32 bits is slot 0; and slot * pitch passes 2^31 in real pools",
     ),
@@ -200,8 +199,8 @@ MUTANTS = (
     Mutant(
         "row-not-by-position",
         COMMON,
-        "        row = tl.cast(i, tl.int64)\n        usable = row < num_rows",
-        "        row = tl.cast(i, tl.int64) * 0\n        usable = row < num_rows",
+        "        row = tl.cast(i, tl.int64)\n    return row",
+        "        row = tl.cast(i, tl.int64) * 0\n    return row",
         "test_cases_ownership.py::test_O2_window_rows_by_batch_position[8-slots-fused]",
         "window and snapshot rows are batch positions",
     ),
