@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from triton.compiler import CompiledKernel
 
 from kda_kernels.interpreter import is_interpreted
 
 
-def _run(kernel: Any, grid: tuple[int], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    kernel[grid](*args, **options)
+def launch_kernel(kernel: Any, grid: tuple[int], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Launch in the ordinary way; the compiled kernel, or None where kernels are interpreted."""
+    return kernel[grid](*args, **options)
 
 
-LAUNCHER: Callable[[Any, tuple[int], tuple[Any, ...], dict[str, Any]], None] = _run
+LAUNCHER: Callable[[Any, tuple[int], tuple[Any, ...], dict[str, Any]], Any] = launch_kernel
 """Called for every launch; `kda_kernels.aot` puts a compile-only one here."""
 
 TARGET_OVERRIDE: tuple[str, int] | None = None
@@ -60,17 +64,29 @@ def pdl_reason(pdl: bool | None, device: torch.device) -> str | None:
     return None
 
 
+class Launched(NamedTuple):
+    """A launch that was made, and the compiled kernel. ``arguments``: parameter -> value, constants included."""
+
+    kernel: Any
+    compiled: CompiledKernel
+    grid: int
+    arguments: dict[str, Any]
+
+
 def launch(
     kernel: Any, grid: int, args: tuple[Any, ...], *, device: torch.device, num_warps: int, pdl: bool | None,
     max_registers: int | None = None, **constexprs: Any,
-) -> None:  # fmt: skip
+) -> Launched | None:  # fmt: skip
     """Launch ``kernel`` on a 1-D grid of ``grid`` programs; nothing for an empty grid.
 
     A 1-D grid on purpose: its limit is 2^31 - 1 programs, that of the other axes 65,535. Contraction is switched off,
     so that multiply-adds are fused where the kernels say so and nowhere else.
+
+    Returns:
+        The launch, or None if no compiled kernel was launched.
     """
     if grid == 0:
-        return
+        return None
     backend, arch = current_target(device)
     use_pdl = backend == "cuda" and arch >= 90 and pdl is not False
     options: dict[str, Any] = dict(constexprs, PDL=use_pdl, num_warps=num_warps, enable_fp_fusion=False)
@@ -78,11 +94,23 @@ def launch(
         options["launch_pdl"] = True
     if max_registers is not None and backend == "cuda":
         options["maxnreg"] = max_registers
-    if TARGET_OVERRIDE is None and device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        with torch.cuda.device(device):
-            LAUNCHER(kernel, (grid,), args, options)
-        return
-    LAUNCHER(kernel, (grid,), args, options)
+    elsewhere = TARGET_OVERRIDE is None and device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+        compiled = LAUNCHER(kernel, (grid,), args, options)
+    if not isinstance(compiled, CompiledKernel):
+        return None
+    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+    bound = kernel.signature.bind(*args, **constants)
+    bound.apply_defaults()
+    return Launched(kernel, compiled, grid, dict(bound.arguments))
+
+
+def pitch(tensor: torch.Tensor) -> int:
+    """``tensor.stride(0)``; with a single entry, where that is arbitrary and would be specialised on, the entry's size.
+
+    Triton compiles further variants for integers that are 1 or a multiple of 16.
+    """
+    return tensor.stride(0) if tensor.shape[0] != 1 else math.prod(tensor.shape[1:])
 
 
 def contracts_conv(device: torch.device) -> bool:

@@ -92,37 +92,6 @@ def pitch_reason(name: str, tensor: torch.Tensor, lead: int) -> str | None:
     return None
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one past the last byte address of a tensor's elements; (0, 0) if it has none."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def overlap_reason(written: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> str | None:
-    """Refuse packed buffers that are ``written`` and share memory with another or with one of ``others``."""
-    spans = {name: _span(tensor) for name, tensor in (written | others).items()}
-    for name in written:
-        start, end = spans[name]
-        for other, (other_start, other_end) in spans.items():
-            if other != name and start < other_end and other_start < end:
-                return f"{name} must not share memory with {other}: pass a buffer of its own"
-    return None
-
-
-def same_memory_reason(tensors: dict[str, torch.Tensor]) -> str | None:
-    """Refuse tensors that begin at one address. (Pools may interleave buffers, so spans say nothing here.)"""
-    seen: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            other = seen.setdefault(tensor.data_ptr(), name)
-            if other != name:
-                return f"{name} must not share memory with {other}: pass a buffer of its own"
-    return None
-
-
 def _host_values(index: torch.Tensor) -> list[int] | None:
     """The values of an index tensor where reading them costs no device sync and checks are on, else None."""
     if not _host_value_checks.get() or index.device.type != "cpu":

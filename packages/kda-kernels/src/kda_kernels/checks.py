@@ -16,13 +16,12 @@ from kda_kernels.checking import (
     dtype_name,
     errors_reason,
     index_reason,
-    overlap_reason,
     pitch_reason,
-    same_memory_reason,
     tensor_reason,
     typed,
     typed_number,
 )
+from kda_kernels.memory import overlap_reason, same_memory_reason
 from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig
 
 SCATTER_DTYPES = (*ACTIVATION_DTYPES, torch.float32)

@@ -1,0 +1,257 @@
+"""Calls that equal an earlier one are replayed: same launches, no checks. All others are checked like a first call.
+
+Kernels only record here; that replays compute the same bits is tests/test_replay_gpu.py's, on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from kda_kernels import KdaShape, LaunchConfig, _launch, _replay, verify_fused, verify_unfused
+from tests.support.marks import interpreter_only
+from tests.support.replays import SHAPE, Layer, Recorded, recorded_launches, taken
+
+pytestmark = interpreter_only
+
+OPS = [verify_fused, verify_unfused]
+
+
+@pytest.fixture
+def log() -> Iterator[list[Recorded]]:
+    with recorded_launches() as launches:
+        yield launches
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mode", ["ring", "snapshots"])
+@pytest.mark.parametrize("optional", ["none", "all", "errors", "workspace"])
+def test_an_equal_call_makes_the_launches_that_it_would_have_made(
+    log: list[Recorded], op: Callable[..., torch.Tensor], mode: str, optional: str
+) -> None:
+    layer = Layer(mode, bias=optional != "none")
+
+    def call() -> dict[str, Any]:
+        full = layer.full()
+        left_out = {"none": {"rows", "errors", "out", "workspace"}, "all": set()}.get(
+            optional, {"rows", "errors", "out", "workspace"} - {optional}
+        )
+        return {name: value for name, value in full.items() if name not in left_out}
+
+    first, second = call(), call()
+    op(**first)
+    assert [one.replayed for one in taken(log)] == [False] * (1 if op is verify_fused else 2)
+    out = op(**second)
+    replayed = taken(log)
+    assert all(one.replayed for one in replayed)
+    assert out.shape == (6, 2, 64)
+    if optional == "all":
+        assert out is second["out"]
+    assert replayed[-1].arguments["out"] == out.data_ptr()
+    assert replayed[0].arguments["x"] == second["mixed_qkv"].data_ptr()
+
+    _replay.forget()
+    op(**second | {"out": out})
+    ordinary = taken(log)
+    assert not any(one.replayed for one in ordinary)
+    if op is verify_unfused:
+        assert replayed[0].arguments["y"] == replayed[1].arguments["x"]
+        if "workspace" not in second:  # each call has its own
+            for launches in (ordinary, replayed):
+                launches[0].arguments["y"] = launches[1].arguments["x"] = None
+    assert [one.what for one in replayed] == [one.what for one in ordinary]
+
+
+def test_a_group_s_tensor_moved_in_place_is_found_at_its_new_address(log: list[Recorded]) -> None:
+    layer = Layer()
+    verify_fused(**layer.call())
+    old = layer.params.A_log.data_ptr()
+    layer.params.A_log.data = torch.ones(2)
+    for _ in range(2):
+        verify_fused(**layer.call())
+    moved = taken(log)[1:]
+    assert [one.replayed for one in moved] == [False, True]
+    assert {one.arguments["A_log"] for one in moved} == {layer.params.A_log.data_ptr()} != {old}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "out", "workspace"])
+def test_a_misaligned_tensor_gets_the_variant_for_it(
+    log: list[Recorded], op: Callable[..., torch.Tensor], name: str
+) -> None:
+    layer = Layer()
+    aligned = layer.full()
+    like = aligned[name]
+    misaligned = aligned | {name: torch.empty(like.numel() + 1, dtype=like.dtype)[1:].view(like.shape)}
+    assert misaligned[name].data_ptr() % 16 == 2
+
+    def variants(call: dict[str, Any]) -> list[Any]:
+        op(**call)
+        return [one.variant for one in taken(log)]
+
+    for_aligned, for_misaligned = variants(aligned), variants(misaligned)
+    assert (for_aligned != for_misaligned) == (name != "workspace" or op is verify_unfused)
+    for _ in range(2):
+        assert variants(misaligned) == for_misaligned
+        assert variants(aligned) == for_aligned
+
+
+def test_a_row_stride_is_compared(log: list[Recorded]) -> None:
+    layer = Layer()
+    wide = torch.randn(6, SHAPE.conv_dim + 24).bfloat16()
+    for mixed_qkv, stride in ((wide[:, : SHAPE.conv_dim], 280), (wide[:, : SHAPE.conv_dim].contiguous(), 256)) * 2:
+        verify_fused(**layer.call(mixed_qkv=mixed_qkv))
+        assert taken(log)[-1].arguments["x_stride"] == stride
+
+
+def test_views_of_one_projection_are_accepted_again(log: list[Recorded]) -> None:
+    """Their spans overlap, their elements do not."""
+    layer = Layer()
+    for _ in range(2):
+        merged = torch.randn(6, SHAPE.conv_dim + 128 + 8).bfloat16()
+        mixed_qkv, a, b, _ = merged.split([SHAPE.conv_dim, 128, 2, 6], 1)
+        verify_fused(**layer.call(mixed_qkv=mixed_qkv, a=a, b=b))
+    assert [one.replayed for one in taken(log)] == [False, True]
+
+
+def test_two_pools_and_two_batch_sizes_take_turns(log: list[Recorded]) -> None:
+    layers = [Layer(), Layer(), Layer("snapshots")]
+    for turn in range(3):
+        for layer in layers:
+            for batch in (1, 4):
+                verify_fused(**layer.call(batch))
+                (one,) = taken(log)
+                assert one.replayed == (turn > 0)
+                assert one.arguments["ssm_state"] == layer.state.ssm_state.data_ptr()
+                assert one.grid == (batch * 2 * 2,)
+
+
+def test_equal_configurations_and_shapes_are_equal_calls(log: list[Recorded]) -> None:
+    layer = Layer()
+    for _ in range(2):
+        verify_fused(**layer.call(config=LaunchConfig(block_v=32, num_warps=2), shape=KdaShape(1, 2, 64, 64)))
+    verify_fused(**layer.call(config=LaunchConfig(block_v=16, num_warps=2)))
+    assert [(one.replayed, one.grid) for one in taken(log)] == [(False, (8,)), (True, (8,)), (False, (16,))]
+
+
+def test_what_is_remembered_is_bounded_and_holds_no_tensor(
+    log: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_replay, "LIMIT", 8)
+    layers = [Layer() for _ in range(5)]
+    storages = [weakref.ref(layer.state) for layer in layers] + [weakref.ref(layer.record.g) for layer in layers]
+    for layer in layers:
+        for batch in range(1, 6):
+            verify_fused(**layer.call(batch))
+            verify_unfused(**layer.call(batch))
+            assert len(_replay._known) <= 8
+    del layer, layers
+    gc.collect()
+    assert [alive() for alive in storages] == [None] * 10
+
+
+def test_a_new_group_at_an_old_one_s_address_is_another_group(log: list[Recorded]) -> None:
+    layer = Layer()
+    identities = set()
+    for bound in (-1.0, -2.0, -3.0, -4.0):
+        params = replace(layer.params, lower_bound=bound)
+        identities.add(id(params))
+        verify_fused(**layer.call(params=params))
+        assert taken(log)[-1].arguments["lower_bound"] == bound
+        del params
+    assert len(identities) < 4, "no address was used again: this test shows nothing"
+
+
+def test_whoever_watches_launches_sees_every_one(log: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    call = layer.call()
+    verify_fused(**call)
+    seen: list[Any] = []
+
+    def launcher(kernel: Any, grid: Any, args: Any, options: Any) -> None:
+        seen.append(kernel)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_launch, "LAUNCHER", launcher)
+        verify_fused(**call)
+        verify_fused(**call)
+    assert len(seen) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
+        patch.setattr(_launch, "LAUNCHER", launcher)
+        verify_fused(**call)
+    assert len(seen) == 3
+    taken(log)
+
+    runtime = triton.knobs.runtime
+    for hooks in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        hooks.add(seen.append)
+        try:
+            verify_fused(**call)
+        finally:
+            hooks.remove(seen.append)
+    for knob in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, knob, seen.append)
+            verify_fused(**call)
+    assert [one.replayed for one in taken(log)] == [False] * 4
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "launch_enter_hook", None)
+        patch.setattr(runtime, "launch_exit_hook", None)
+        verify_fused(**call)
+    verify_fused(**call)
+    assert [one.replayed for one in taken(log)] == [True, True]
+
+    from kda_kernels import verify
+
+    verify.verify_kernel.pre_run_hooks.append(seen.append)
+    verify_fused(**call)
+    assert not taken(log)[0].replayed
+
+
+def test_nothing_is_remembered_on_the_cpu(log: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replay, "DEVICE_TYPES", ("cuda",))
+    layer = Layer()
+    for _ in range(2):
+        verify_fused(**layer.call())
+    assert not any(one.replayed for one in taken(log))
+    assert not _replay._known
+
+
+def test_an_empty_batch_launches_nothing_twice(log: list[Recorded]) -> None:
+    layer = Layer()
+    for op in OPS * 2:
+        assert op(**layer.call(0)).shape == (0, 2, 64)
+    assert not log
+
+
+def test_threads_may_call_at_once(log: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replay, "LIMIT", 3)
+    layers = [Layer() for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def work(layer: Layer) -> None:
+        try:
+            for turn in range(100):
+                verify_unfused(**layer.call(1 + turn // 10 % 3))
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(layer,)) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(log) == 4 * 100 * 2
+    owners = {layer.state.ssm_state.data_ptr() for layer in layers}
+    assert {one.arguments["ssm_state"] for one in log if one.kernel == "verify_kernel"} == owners
+    assert any(one.replayed for one in log)
