@@ -104,6 +104,26 @@ def test_a_misaligned_tensor_gets_the_variant_for_it(
         assert variants(aligned) == for_aligned
 
 
+def test_a_misaligned_allocation_is_no_equal_of_an_aligned_one(
+    log: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misaligned(like: torch.Tensor, *size: int) -> torch.Tensor:
+        return torch.empty(6 * 2 * 64 + 1, dtype=like.dtype)[1:].view(*size)
+
+    layer = Layer()
+    replayed = []
+    for odd in (True, True, False, False, True):
+        with monkeypatch.context() as patch:
+            if odd:
+                patch.setattr(torch.Tensor, "new_empty", misaligned)
+            out = verify_fused(**layer.call())
+        (one,) = taken(log)
+        assert one.arguments["out"] == out.data_ptr()
+        assert (out.data_ptr() % 16 != 0) == odd
+        replayed.append(one.replayed)
+    assert replayed == [False, False, False, True, False]
+
+
 def test_a_row_stride_is_compared(log: list[Recorded]) -> None:
     layer = Layer()
     wide = torch.randn(6, SHAPE.conv_dim + 24).bfloat16()
@@ -159,6 +179,7 @@ def test_what_is_remembered_is_bounded_and_holds_no_tensor(
 
 
 def test_a_new_group_at_an_old_one_s_address_is_another_group(log: list[Recorded]) -> None:
+    """The address of the object, which Python soon gives to the next one; all tensors stay where they are."""
     layer = Layer()
     identities = set()
     for bound in (-1.0, -2.0, -3.0, -4.0):
@@ -168,6 +189,21 @@ def test_a_new_group_at_an_old_one_s_address_is_another_group(log: list[Recorded
         assert taken(log)[-1].arguments["lower_bound"] == bound
         del params
     assert len(identities) < 4, "no address was used again: this test shows nothing"
+
+    turned = layer.state.ssm_state.transpose(2, 3)
+    for group, name, bad in (("state", "ssm_state", turned), ("record", "g", layer.record.g.transpose(2, 3))):
+        identities = set()
+        for _ in range(4):
+            good = replace(getattr(layer, group))
+            identities.add(id(good))
+            verify_fused(**layer.call(**{group: good}))
+            del good
+            other = replace(getattr(layer, group), **{name: bad})
+            identities.add(id(other))
+            with pytest.raises(ValueError, match=name):
+                verify_fused(**layer.call(**{group: other}))
+            del other
+        assert len(identities) < 8, "no address was used again: this test shows nothing"
 
 
 def test_whoever_watches_launches_sees_every_one(log: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:

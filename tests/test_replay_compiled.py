@@ -23,7 +23,9 @@ def run(module: str) -> list[Any]:
 
 def test_batch_size_and_slot_count_make_no_variants() -> None:
     programs = run("variants")
-    assert {kernel for kernel, _ in programs} >= {"verify_kernel", "verify_gluon_kernel", "conv_kernel"}
+    assert {kernel for kernel, _ in programs} == {
+        "verify_kernel", "verify_gluon_kernel", "conv_kernel", "fold_kernel", "fold_gluon_kernel", "scatter_kernel",
+    }  # fmt: skip
     assert [(kernel, number) for kernel, number in programs if number != 1] == []
 
 
@@ -34,6 +36,11 @@ def test_a_replay_gives_triton_s_launcher_what_an_ordinary_launch_gives_it() -> 
         for config, kernel in (("portable", "verify_kernel"), ("gluon", "verify_gluon_kernel")):
             assert launches[f"verify_fused {record} {config}"] == [f"function {kernel}"]
             assert launches[f"verify_unfused {record} {config}"] == ["function conv_kernel", f"function {kernel}"]
+    for name, kernel in (
+        ("fold portable", "fold_kernel"), ("fold gluon", "fold_gluon_kernel"), ("scatter_conv", "scatter_kernel"),
+        ("scatter_snapshots", "scatter_kernel"),
+    ):  # fmt: skip
+        assert launches[name] == [f"function {kernel}"]
     for name, (_, equal, equal_to_other_tensors) in ops.items():
         assert equal, name
         assert not equal_to_other_tensors, name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from kda_kernels import (
     _launch,
     _replay,
     checks,
+    commit,
     host_checks,
     new_error_counts,
     verify,
@@ -122,6 +124,33 @@ def verify_calls() -> dict[str, Callable[[], Callable[[], object]]]:
     }
 
 
+def commit_calls() -> dict[str, Callable[[], Callable[[], object]]]:
+    """The same for fold and the scatters."""
+    sizes: dict[str, Any] = {"num_layers": 2, "device": "cpu"}
+    bf16 = torch.bfloat16
+    state = LayerState.allocate(SHAPE, slots=3, rows=B, steps=T, dtype=bf16, **sizes)
+    ring = Ring.allocate(SHAPE, slots=3, length=T, dtype=bf16, **sizes)
+    snapshots = Snapshots.allocate(SHAPE, rows=B, steps=T, **sizes)
+    ops: dict[str, Callable[..., None]] = {
+        "fold portable": partial(commit.fold, state.ssm_state, ring, shape=SHAPE, config=LaunchConfig()),
+        "fold gluon": partial(
+            commit.fold, state.ssm_state, ring, shape=SHAPE, config=LaunchConfig(32, 4, rows_per_thread=2)
+        ),
+        "scatter_conv": partial(commit.scatter_conv, state.conv_state, state.conv_window),
+        "scatter_snapshots": partial(commit.scatter_snapshots, state.ssm_state, snapshots),
+    }
+
+    def maker(op: Callable[..., None]) -> Callable[[], Callable[[], object]]:
+        def make() -> Callable[[], object]:
+            slots, accept_lens = torch.arange(B, dtype=torch.int32), torch.ones(B, dtype=torch.int64)
+            errors = new_error_counts("cpu")
+            return lambda: op(slots=slots, accept_lens=accept_lens, draft_tokens=T, errors=errors)
+
+        return make
+
+    return {name: maker(op) for name, op in ops.items()}
+
+
 def taken() -> list[list[Any]]:
     """The launches since the last look."""
     launches = launched.copy()
@@ -141,11 +170,15 @@ def main() -> None:
     ]
     for patch in patches:
         patch.__enter__()
-    for name, make in verify_calls().items():
+    for name, make in (verify_calls() | commit_calls()).items():
         first, second = make(), make()
         first()
         other = taken()
-        with mock.patch.object(verify, "launch", side_effect=AssertionError("an ordinary launch")):
+        forbidden = AssertionError("an ordinary launch")
+        with (
+            mock.patch.object(verify, "launch", side_effect=forbidden),
+            mock.patch.object(commit, "launch", side_effect=forbidden),
+        ):
             second()
         replayed = taken()
         _replay.forget()

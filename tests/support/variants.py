@@ -21,8 +21,11 @@ from kda_kernels import (
     LayerState,
     Ring,
     Snapshots,
+    fold,
     host_checks,
     new_error_counts,
+    scatter_conv,
+    scatter_snapshots,
     verify_fused,
     verify_unfused,
 )
@@ -40,7 +43,8 @@ def run_all(batch: int, slots: int) -> None:
     n, d, bf16 = batch * T, SHAPE.conv_dim, torch.bfloat16
     # Transposed: at B = 1 the row stride is 1.
     mixed_qkv, a, b = (torch.zeros(size, n, dtype=bf16).T.contiguous() for size in (d, 64, 1))
-    params = LayerParams(torch.zeros(d, 4, dtype=bf16), None, torch.zeros(1), torch.zeros(64), scale=1)
+    scale = 1 if batch == 1 else 0.125  # an int is as good as a float
+    params = LayerParams(torch.zeros(d, 4, dtype=bf16), None, torch.zeros(1), torch.zeros(64), scale=scale)
     state = LayerState.allocate(SHAPE, slots=slots, rows=batch, steps=T, dtype=bf16, device="cpu")
     ring = Ring.allocate(SHAPE, slots=slots, length=L, dtype=bf16, device="cpu")
     snapshots = Snapshots.allocate(SHAPE, rows=batch, steps=T, device="cpu")
@@ -52,6 +56,20 @@ def run_all(batch: int, slots: int) -> None:
                     slots=torch.zeros(batch, dtype=torch.int32), draft_tokens=T, errors=new_error_counts("cpu"),
                     config=config,
                 )  # fmt: skip
+    for layers in (1, 3):
+        state = LayerState.allocate(
+            SHAPE, slots=slots, rows=batch, steps=T, dtype=bf16, device="cpu", num_layers=layers
+        )
+        ring = Ring.allocate(SHAPE, slots=slots, length=L, dtype=bf16, device="cpu", num_layers=layers)
+        snapshots = Snapshots.allocate(SHAPE, rows=batch, steps=T, device="cpu", num_layers=layers)
+        rows: dict[str, Any] = {
+            "slots": torch.zeros(batch, dtype=torch.int32), "accept_lens": torch.zeros(batch, dtype=torch.int32),
+            "draft_tokens": T, "errors": new_error_counts("cpu"),
+        }  # fmt: skip
+        for config in CONFIGS:
+            fold(state.ssm_state, ring, shape=SHAPE, config=config, **rows)
+        scatter_conv(state.conv_state, state.conv_window, **rows)
+        scatter_snapshots(state.ssm_state, snapshots, **rows)
 
 
 def variants() -> Iterator[tuple[str, int]]:

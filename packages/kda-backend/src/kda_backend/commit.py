@@ -12,16 +12,17 @@ from kda_kernels import (
     LayerState,
     Ring,
     Snapshots,
-    fold,
     fold_reason,
     fold_reference,
-    scatter_conv,
     scatter_conv_reference,
     scatter_reason,
-    scatter_snapshots,
     scatter_snapshots_reference,
 )
 from kda_kernels.checking import refuse
+from kda_kernels.commit import prepare_fold, prepare_scatter
+
+_WINDOWS = ("conv_state", "conv_window")
+_SNAPSHOTS = ("ssm_state", "snapshots.states")
 
 
 def commit_layers(
@@ -56,25 +57,29 @@ def commit_layers(
         "slots": slots, "accept_lens": accept_lens, "draft_tokens": draft_tokens,
         "track_slots": track_slots, "track_steps": track_steps,
     }  # fmt: skip
-    kernels = not reference
-    windows = (state.conv_state, state.conv_window)
-    reason = scatter_reason(*windows, names=("conv_state", "conv_window"), **common, needs_kernels=kernels)
-    if isinstance(record, Ring):
-        reason = reason or fold_reason(
-            state.ssm_state, record, shape=shape, **common, errors=errors, needs_kernels=kernels
-        )
-    else:
-        names = ("ssm_state", "snapshots.states")
-        reason = reason or scatter_reason(
-            state.ssm_state, record.states, names=names, **common, errors=errors, needs_kernels=kernels
-        )
-    refuse(reason)
-    on_launch()
+    windows, states = (state.conv_state, state.conv_window), state.ssm_state
     # Windows first: that copy can be repeated if the second launch never happens, a fold cannot.
-    (scatter_conv_reference if reference else scatter_conv)(*windows, errors=uncounted, **common)
+    if reference:
+        reason = scatter_reason(*windows, names=_WINDOWS, **common, needs_kernels=False)
+        if isinstance(record, Ring):
+            reason = reason or fold_reason(states, record, shape=shape, **common, errors=errors, needs_kernels=False)
+        else:
+            reason = reason or scatter_reason(
+                states, record.states, names=_SNAPSHOTS, **common, errors=errors, needs_kernels=False
+            )
+        refuse(reason)
+        on_launch()
+        scatter_conv_reference(*windows, errors=uncounted, **common)
+        if isinstance(record, Ring):
+            fold_reference(states, record, shape=shape, errors=errors, **common)
+        else:
+            scatter_snapshots_reference(states, record, errors=errors, **common)
+        return
+    launch_windows = prepare_scatter(*windows, names=_WINDOWS, errors=uncounted, **common)
     if isinstance(record, Ring):
-        (fold_reference if reference else fold)(state.ssm_state, record, shape=shape, errors=errors, **common)
+        launch_states = prepare_fold(states, record, shape=shape, errors=errors, **common)
     else:
-        (scatter_snapshots_reference if reference else scatter_snapshots)(
-            state.ssm_state, record, errors=errors, **common
-        )
+        launch_states = prepare_scatter(states, record.states, names=_SNAPSHOTS, errors=errors, **common)
+    on_launch()
+    launch_windows()
+    launch_states()

@@ -32,6 +32,7 @@ _VERIFY: dict[str, Callable[..., torch.Tensor]] = {
     "fused+ring": verify_fused,
     REFERENCE_LANE: verify_reference,
 }
+_UNFUSED = ("unfused", "unfused+ring")
 
 
 def lane_mode(lane: str) -> str:
@@ -116,6 +117,7 @@ class StatePool:
         self.errors = new_error_counts(self.device)
         self._uncounted = new_error_counts(self.device)
         self._workspace = torch.empty(max_batch * draft_tokens, shape.conv_dim, dtype=dtype, device=device)
+        self._lanes = [name for name in LANES if lane_mode(name) == mode] + [REFERENCE_LANE]
         self._layers = [(self.state.layer(i), self.record.layer(i)) for i in range(num_layers)]
         self._round: _Round | None = None
 
@@ -207,7 +209,7 @@ class StatePool:
         if slots.shape[0] > self.max_batch:
             raise ValueError(f"slots must have at most max_batch={self.max_batch} entries, got {slots.shape[0]}")
         _check_int("draft_tokens", draft_tokens, 1, self.draft_tokens)
-        self._round = _Round(slots, draft_tokens)
+        self._round = _Round(slots, draft_tokens, self._workspace[: slots.shape[0] * draft_tokens])
 
     def abandon(self) -> None:
         """Drop the open round, if any: state stays as it was before `begin`."""
@@ -249,17 +251,16 @@ class StatePool:
         """
         current = self._current_round()
         _check_int("layer", layer, 0, self.num_layers - 1)
-        fitting = [name for name in LANES if lane_mode(name) == self.mode] + [REFERENCE_LANE]
-        if lane not in fitting:
-            raise ValueError(f"lane must be one of {fitting} in a pool of mode {self.mode!r}, got {lane!r}")
+        if lane not in self._lanes:
+            raise ValueError(f"lane must be one of {self._lanes} in a pool of mode {self.mode!r}, got {lane!r}")
         state, record = self._layers[layer]
         result = _VERIFY[lane](
             mixed_qkv, a, b, shape=self.shape, params=params, state=state, record=record, slots=current.slots,
             draft_tokens=current.draft_tokens, config=config,
             # Every layer sees the same slots: one of them counts. The others count aside, for the same compiled kernel.
             errors=self.errors if layer == 0 else self._uncounted,
-            out=out, workspace=self._workspace[: current.slots.shape[0] * current.draft_tokens],
-            form=form, indices_ready=indices_ready,
+            out=out, workspace=current.workspace if lane in _UNFUSED else None, form=form,
+            indices_ready=indices_ready,
         )  # fmt: skip
         current.verified.add(layer)
         current.reference |= lane == REFERENCE_LANE
@@ -312,10 +313,11 @@ class StatePool:
 
 
 class _Round:
-    """Slots and draft tokens of the round under way, and the layers verified so far."""
+    """Slots and draft tokens of the round under way, the workspace for them, and the layers verified so far."""
 
-    def __init__(self, slots: torch.Tensor, draft_tokens: int) -> None:
+    def __init__(self, slots: torch.Tensor, draft_tokens: int, workspace: torch.Tensor) -> None:
         self.slots, self.draft_tokens, self.version = slots, draft_tokens, slots._version
+        self.workspace = workspace
         self.verified: set[int] = set()
         self.reference = False
 

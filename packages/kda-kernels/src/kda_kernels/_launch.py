@@ -105,12 +105,12 @@ def launch(
     return Launched(kernel, compiled, grid, dict(bound.arguments))
 
 
-def pitch(tensor: torch.Tensor) -> int:
-    """``tensor.stride(0)``; with a single entry, where that is arbitrary and would be specialised on, the entry's size.
+def pitch(tensor: torch.Tensor, dim: int = 0) -> int:
+    """``tensor.stride(dim)``; of a dimension of one entry, where strides are arbitrary, what packed entries would have.
 
     Triton compiles further variants for integers that are 1 or a multiple of 16.
     """
-    return tensor.stride(0) if tensor.shape[0] != 1 else math.prod(tensor.shape[1:])
+    return tensor.stride(dim) if tensor.shape[dim] != 1 else math.prod(tensor.shape[dim + 1 :])
 
 
 def contracts_conv(device: torch.device) -> bool:

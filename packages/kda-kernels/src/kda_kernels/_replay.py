@@ -19,13 +19,15 @@ they are ordinary ones. Triton's knobs are read when a call is first met.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from kda_kernels import _launch
+from kda_kernels.checking import refuse
 
 LIMIT = 2048
 """Calls remembered, some 4 KB each, before all are forgotten: a model's layers times the batch sizes in use."""
@@ -79,6 +81,9 @@ class Known(NamedTuple):
                 filled[place] = addresses[source]
             run(grid, 1, 1, stream, function, metadata, None, None, None, *filled)
 
+
+Ticket = tuple[Hashable, tuple[Any, ...], Sequence[torch.Tensor]]
+"""What a call is recognised by: key, facts and held tensors."""
 
 _known: dict[Hashable, Known] = {}
 
@@ -146,7 +151,7 @@ def remember(
     if given[0].device.type not in DEVICE_TYPES or not replaying():
         return
     every = {**tensors, **allocated}
-    launches = [_prepared(one, renamed, held, every) for one, renamed in launched if one is not None]
+    launches = [_replayable(one, renamed, held, every) for one, renamed in launched if one is not None]
     if len(launches) < len(launched):
         return
     if len(_known) >= LIMIT:
@@ -158,7 +163,44 @@ def remember(
     )  # fmt: skip
 
 
-def _prepared(
+def prepared(
+    tensors: Mapping[str, torch.Tensor],
+    recognised_by: Callable[[], Ticket],
+    reason: Callable[[], str | None],
+    launched: Callable[[], _launch.Launched | None],
+) -> Callable[[], None]:
+    """What launches a call of one kernel that is known, or accepted by ``reason``; it is then remembered.
+
+    Args:
+        tensors: those that change from call to call, by the names of the kernel's parameters.
+        recognised_by: gives the ticket; may raise anything where an argument is not what it should be.
+        reason: why the call is refused, or None.
+        launched: makes the ordinary launch.
+
+    Raises:
+        ValueError: the call is refused.
+    """
+    ticket = None
+    if replaying():
+        try:
+            ticket = recognised_by()
+            known, addresses = recall(*ticket, list(tensors.values()))
+        except Exception:  # the checks name what is wrong
+            ticket = None
+        else:
+            if known is not None:
+                return functools.partial(known.launch, addresses)
+    refuse(reason())
+
+    def launch() -> None:
+        one = launched()
+        if ticket is not None:
+            remember(*ticket, tensors, {}, [(one, {})])
+
+    return launch
+
+
+def _replayable(
     launched: _launch.Launched,
     renamed: Mapping[str, str],
     held: Sequence[torch.Tensor],

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 
 from kda_kernels._launch import Launched
-from kda_kernels._replay import ALIGNMENT, data_ptr, recall, remember
+from kda_kernels._replay import ALIGNMENT, Ticket, data_ptr, recall, remember, replaying
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
 from kda_kernels.memory import MemoryMap
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
 _PER_CALL = ("mixed_qkv", "a", "b", "slots", "rows", "errors", "out", "workspace")
 """The tensors that change from call to call, in the order of a call's addresses. The groups hold all others."""
-
-
-Ticket = tuple[Hashable, tuple[Any, ...], tuple[torch.Tensor, ...]]
-"""What a call is recognised by: key, facts and held tensors, as `_replay.recall` takes them."""
 
 
 class VerifyCall(NamedTuple):
@@ -76,8 +72,10 @@ class VerifyCall(NamedTuple):
 def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
     """Launch what is known of a call that equals this one, whose fields are `VerifyCall`'s, and return the output.
 
-    Otherwise None, and what to remember the call by, if it is accepted.
+    Otherwise None, and what to remember the call by if it is accepted.
     """
+    if not replaying():
+        return None, None
     (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
         form, indices_ready, fused,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 import triton
 
-from kda_kernels import checks
+from kda_kernels import _replay, checks
 from kda_kernels._gluon.commit import fold_gluon_kernel
-from kda_kernels._launch import launch
+from kda_kernels._launch import Launched, launch, pitch
 from kda_kernels._triton.commit import fold_kernel, scatter_kernel
 from kda_kernels.buffers import Ring, Snapshots
-from kda_kernels.checking import refuse
 from kda_kernels.defaults import default_fold_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
@@ -57,34 +58,70 @@ def fold(
         ValueError: an argument is refused; the message is that of `checks.fold_reason`.
         TypeError: an argument is of the wrong class.
     """
-    reason = checks.fold_reason(
+    prepare_fold(
         ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
         track_slots=track_slots, track_steps=track_steps, config=config, errors=errors,
+    )()  # fmt: skip
+
+
+def prepare_fold(
+    ssm_state: torch.Tensor,
+    ring: Ring,
+    *,
+    shape: KdaShape,
+    slots: torch.Tensor,
+    accept_lens: torch.Tensor,
+    draft_tokens: int,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    config: LaunchConfig | None = None,
+    errors: torch.Tensor | None = None,
+) -> Callable[[], None]:
+    """The first half of `fold`, which refuses or accepts its arguments; the result does the second half, the launch."""
+    tensors = _given(
+        ssm_state=ssm_state, slots=slots, accept_lens=accept_lens, track_slots=track_slots, track_steps=track_steps,
+        errors=errors,
     )  # fmt: skip
-    refuse(reason)
-    config = config or default_fold_config(ssm_state.device)
-    block_v = min(config.block_v, shape.head_v_dim)
-    tensors = (ssm_state, ring.raw_v, ring.raw_k, ring.g, ring.beta)
-    batch, limit = slots.shape[0], min(draft_tokens, ring.length)
-    kernel: Any = fold_kernel
-    layout: dict[str, Any] = {}
-    if config.rows_per_thread is not None:
-        kernel, layout = fold_gluon_kernel, {
-            "TOKENS": max(2, triton.next_power_of_2(limit)), "ROWS_PER_THREAD": config.rows_per_thread,
-            "WARPS": config.num_warps, "STAGGER": config.stagger,
-        }  # fmt: skip
-    launch(
-        kernel,
-        ssm_state.shape[0] * batch * shape.num_v_heads * (shape.head_v_dim // block_v),
-        (
-            *(v for t in tensors for v in (t, t.stride(0), t.stride(1))),
-            slots, accept_lens, track_slots, track_steps, errors,
-            ssm_state.shape[1], batch, limit,
-        ),
-        device=ssm_state.device, num_warps=config.num_warps, pdl=config.pdl, max_registers=config.max_registers,
-        L=ring.length, H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim,
-        BLOCK_V=block_v, HAS_TRACK=track_slots is not None, COUNT=errors is not None, **layout,
-    )  # fmt: skip
+
+    def recognised_by() -> _replay.Ticket:
+        return (
+            ("fold", ref(ring), slots.shape, draft_tokens),
+            (shape, config, draft_tokens.__class__, *tensors),
+            (ring.raw_v, ring.raw_k, ring.g, ring.beta),
+        )
+
+    def reason() -> str | None:
+        return checks.fold_reason(
+            ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
+            track_slots=track_slots, track_steps=track_steps, config=config, errors=errors,
+        )  # fmt: skip
+
+    def launched() -> Launched | None:
+        chosen = config or default_fold_config(ssm_state.device)
+        block_v = min(chosen.block_v, shape.head_v_dim)
+        batch, limit = slots.shape[0], min(draft_tokens, ring.length)
+        kernel: Any = fold_kernel
+        layout: dict[str, Any] = {}
+        if chosen.rows_per_thread is not None:
+            kernel, layout = fold_gluon_kernel, {
+                "TOKENS": max(2, triton.next_power_of_2(limit)), "ROWS_PER_THREAD": chosen.rows_per_thread,
+                "WARPS": chosen.num_warps, "STAGGER": chosen.stagger,
+            }  # fmt: skip
+        return launch(
+            kernel,
+            ssm_state.shape[0] * batch * shape.num_v_heads * (shape.head_v_dim // block_v),
+            (
+                *_pitched(ssm_state), *_pitched(ring.raw_v), *_pitched(ring.raw_k),
+                *_pitched(ring.g), *_pitched(ring.beta),
+                slots, accept_lens, track_slots, track_steps, errors,
+                ssm_state.shape[1], batch, limit,
+            ),
+            device=ssm_state.device, num_warps=chosen.num_warps, pdl=chosen.pdl, max_registers=chosen.max_registers,
+            L=ring.length, H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim,
+            BLOCK_V=block_v, HAS_TRACK=track_slots is not None, COUNT=errors is not None, **layout,
+        )  # fmt: skip
+
+    return _replay.prepared(tensors, recognised_by, reason, launched)
 
 
 def scatter_conv(
@@ -114,10 +151,10 @@ def scatter_conv(
         ValueError: an argument is refused; the message is that of `checks.scatter_reason`.
         TypeError: an argument is of the wrong class.
     """
-    _scatter(
+    prepare_scatter(
         conv_state, conv_window, names=("conv_state", "conv_window"), slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
-    )  # fmt: skip
+    )()  # fmt: skip
 
 
 def scatter_snapshots(
@@ -143,13 +180,13 @@ def scatter_snapshots(
     """
     if not isinstance(snapshots, Snapshots):
         raise TypeError(f"snapshots must be Snapshots, got {type(snapshots).__name__}")
-    _scatter(
+    prepare_scatter(
         ssm_state, snapshots.states, names=("ssm_state", "snapshots.states"), slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
-    )  # fmt: skip
+    )()  # fmt: skip
 
 
-def _scatter(
+def prepare_scatter(
     dst: torch.Tensor,
     src: torch.Tensor,
     *,
@@ -157,27 +194,54 @@ def _scatter(
     slots: torch.Tensor,
     accept_lens: torch.Tensor,
     draft_tokens: int,
-    rows: torch.Tensor | None,
-    track_slots: torch.Tensor | None,
-    track_steps: torch.Tensor | None,
-    errors: torch.Tensor | None,
-    pdl: bool | None,
-) -> None:
-    reason = checks.scatter_reason(
-        dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
-        track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+    rows: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
+    pdl: bool | None = None,
+) -> Callable[[], None]:
+    """What `prepare_fold` is of `fold`, of either scatter. Arguments as `checks.scatter_reason`."""
+    tensors = _given(
+        dst=dst, src=src, slots=slots, rows=rows, accept_lens=accept_lens, track_slots=track_slots,
+        track_steps=track_steps, errors=errors,
     )  # fmt: skip
-    refuse(reason)
-    entry, batch = math.prod(dst.shape[2:]), slots.shape[0]
-    launch(
-        scatter_kernel,
-        dst.shape[0] * batch * -(-entry // SCATTER_BLOCK),
-        (
-            dst, dst.stride(0), dst.stride(1), src, src.stride(0), src.stride(1),
-            slots, rows, accept_lens, track_slots, track_steps, errors,
-            dst.shape[1], src.shape[1], batch, draft_tokens,
-        ),
-        device=dst.device, num_warps=SCATTER_NUM_WARPS, pdl=pdl,
-        N=entry, BLOCK_N=SCATTER_BLOCK, HAS_ROWS=rows is not None, HAS_TRACK=track_slots is not None,
-        COUNT=errors is not None,
-    )  # fmt: skip
+
+    def recognised_by() -> _replay.Ticket:
+        return (
+            (names, dst.shape, slots.shape, draft_tokens),
+            (pdl, pdl.__class__, draft_tokens.__class__, *tensors),
+            (),
+        )
+
+    def reason() -> str | None:
+        return checks.scatter_reason(
+            dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
+            track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+        )  # fmt: skip
+
+    def launched() -> Launched | None:
+        entry, batch = math.prod(dst.shape[2:]), slots.shape[0]
+        return launch(
+            scatter_kernel,
+            dst.shape[0] * batch * -(-entry // SCATTER_BLOCK),
+            (
+                *_pitched(dst), *_pitched(src),
+                slots, rows, accept_lens, track_slots, track_steps, errors,
+                dst.shape[1], src.shape[1], batch, draft_tokens,
+            ),
+            device=dst.device, num_warps=SCATTER_NUM_WARPS, pdl=pdl,
+            N=entry, BLOCK_N=SCATTER_BLOCK, HAS_ROWS=rows is not None, HAS_TRACK=track_slots is not None,
+            COUNT=errors is not None,
+        )  # fmt: skip
+
+    return _replay.prepared(tensors, recognised_by, reason, launched)
+
+
+def _given(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Those that are not None, by the names of the kernel's parameters."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _pitched(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """A tensor of all layers with its layer and slot (or row) pitch, as kernels take it."""
+    return tensor, pitch(tensor, 0), pitch(tensor, 1)

@@ -9,7 +9,7 @@ import torch
 from kda_kernels import checks
 from kda_kernels._gluon.verify import verify_gluon_kernel
 from kda_kernels._launch import Launched, contracts_conv, launch, pitch
-from kda_kernels._replay import replaying
+from kda_kernels._replay import Ticket
 from kda_kernels._triton.verify import conv_kernel, verify_kernel
 from kda_kernels._verify_call import VerifyCall, replay
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
@@ -79,10 +79,12 @@ def verify_fused(
 
     Formula: Kimi Linear (arXiv 2510.26692), KDA in recurrent form; the order of operations is in docs/arithmetic.md.
     """
-    return _verify(
+    call = (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
         form, indices_ready, True,
     )  # fmt: skip
+    replayed, ticket = replay(call)
+    return _verify(VerifyCall(*call), ticket) if replayed is None else replayed
 
 
 def verify_unfused(
@@ -108,20 +110,16 @@ def verify_unfused(
 
     Arguments, result and errors are those of `verify_fused`. mixed_qkv is taken as it is: no transposed copies.
     """
-    return _verify(
+    call = (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
         form, indices_ready, False,
     )  # fmt: skip
+    replayed, ticket = replay(call)
+    return _verify(VerifyCall(*call), ticket) if replayed is None else replayed
 
 
-def _verify(*arguments: Any) -> torch.Tensor:
-    """Replay what is known of an equal call, or check this one, launch its kernels and remember them."""
-    ticket = None
-    if replaying():
-        replayed, ticket = replay(arguments)
-        if replayed is not None:
-            return replayed
-    call = VerifyCall(*arguments)
+def _verify(call: VerifyCall, ticket: Ticket | None) -> torch.Tensor:
+    """Check a call, launch its kernels and remember them."""
     refuse(checks.verify_reason(**call.arguments()))
     out, workspace = call.out, call.workspace
     if out is None:

@@ -43,7 +43,8 @@ def stage_records(k, g, v, beta, k_shared, decay_shared, v_shared, beta_shared):
 
 
 @gluon.jit(
-    do_not_specialize=["num_slots", "batch", "limit"],
+    # ring_beta_layer_pitch: slots * HV * L, a multiple of 16 or not by the number of slots
+    do_not_specialize=["num_slots", "batch", "limit", "ring_beta_layer_pitch"],
     do_not_specialize_on_alignment=["slots", "accept_lens", "track_slots", "track_steps", "errors"],
 )
 def fold_gluon_kernel(
