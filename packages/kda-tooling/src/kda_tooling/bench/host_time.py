@@ -1,0 +1,147 @@
+"""Microseconds of the host per call, outside CUDA graphs: the first call of its kind, and all that equal it."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kda_backend import StatePool
+from kda_kernels import KdaShape, _launch, fold, scatter_conv, scatter_snapshots, verify_fused, verify_unfused
+from kda_tooling.problem import Problems, random_problems
+
+LAYERS = 8
+BURST = 32
+"""Calls between two waits for the device: few enough that the launch queue never makes the host wait."""
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Medians over bursts of calls, in us per call.
+
+    Args:
+        op: what was called.
+        checked: with all checks and Triton's own binding of arguments, as in a first call.
+        replayed: as in later calls.
+    """
+
+    op: str
+    checked: float
+    replayed: float
+
+
+@contextmanager
+def _every_call_checked() -> Iterator[None]:
+    """Calls are not replayed while someone watches the launches."""
+    before = _launch.LAUNCHER
+    _launch.LAUNCHER = lambda *launch: before(*launch)
+    try:
+        yield
+    finally:
+        _launch.LAUNCHER = before
+
+
+def processor() -> str:
+    """The CPU's name, or "unknown"."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _time(calls: Sequence[Call], number: int) -> float:
+    """Median us per call over bursts of at least ``number`` calls in all."""
+    endless = cycle(calls)
+    samples = []
+    for _ in range(max(1, -(-number // BURST))):
+        burst = list(islice(endless, BURST))
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for call in burst:
+            call()
+        samples.append((time.perf_counter_ns() - start) / BURST / 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def _calls(problems: Problems) -> dict[str, list[Call]]:
+    """By name: the same call on every layer, or for commits the one of all layers."""
+    first = problems.layers[0]
+
+    def verify(op: Callable[..., torch.Tensor], mode: str, **more: Any) -> list[Call]:
+        return [
+            partial(
+                op, p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=p.record(mode),
+                slots=p.slots, draft_tokens=p.draft_tokens, errors=p.errors, **more,
+            )
+            for p in problems.layers
+        ]  # fmt: skip
+
+    rows: dict[str, Any] = {
+        "slots": first.slots, "accept_lens": torch.ones_like(first.slots), "draft_tokens": first.draft_tokens,
+        "errors": first.errors,
+    }  # fmt: skip
+    state, ring, snapshots = problems.state, problems.record("ring"), problems.record("snapshots")
+    out_shape = (first.mixed_qkv.shape[0], first.shape.num_v_heads, first.shape.head_v_dim)
+    return {
+        "verify_fused, ring": verify(verify_fused, "ring"),
+        "verify_fused, snapshots": verify(verify_fused, "snapshots"),
+        "verify_unfused, ring": verify(verify_unfused, "ring"),
+        "verify_unfused, ring, workspace given": verify(verify_unfused, "ring", workspace=first.workspace),
+        "fold": [partial(fold, state.ssm_state, ring, shape=first.shape, **rows)],
+        "scatter_conv": [partial(scatter_conv, state.conv_state, state.conv_window, **rows)],
+        "scatter_snapshots": [partial(scatter_snapshots, state.ssm_state, snapshots, **rows)],
+        "(allocating the output)": [partial(first.mixed_qkv.new_empty, *out_shape)],
+    }
+
+
+def _rounds(problems: Problems, lane: str) -> list[Call]:
+    """A pool's round: begin, verify on `LAYERS` layers, commit."""
+    first = problems.layers[0]
+    pool = StatePool(
+        first.shape, num_layers=LAYERS, num_slots=first.state.ssm_state.shape[0], max_batch=first.batch,
+        draft_tokens=first.draft_tokens, mode="ring", dtype=first.mixed_qkv.dtype, device=first.mixed_qkv.device,
+    )  # fmt: skip
+    accept_lens = torch.ones_like(first.slots)
+
+    def run() -> None:
+        pool.begin(first.slots, first.draft_tokens)
+        for i, p in enumerate(problems.layers):
+            pool.verify(i, p.mixed_qkv, p.a, p.b, p.params, lane=lane)
+        pool.commit(accept_lens)
+
+    return [run]
+
+
+def measure(shape: KdaShape, *, batch: int, draft_tokens: int, calls: int, device: str = "cuda") -> list[HostTime]:
+    """Time every op on the current CUDA device, ``calls`` times each way, and whole rounds of `LAYERS` layers."""
+    problems = random_problems(
+        shape, layers=LAYERS, batch=batch, draft_tokens=draft_tokens, dtype=torch.bfloat16, device=device,
+        snapshots=True,
+    )  # fmt: skip
+    ops = _calls(problems)
+    for lane in ("fused+ring", "unfused+ring"):
+        ops[f"pool, {lane}: begin, {LAYERS} x verify, commit"] = _rounds(problems, lane)
+    times = []
+    for name, each in ops.items():
+        for call in each:
+            call()  # compiles
+        with _every_call_checked():
+            checked = _time(each, calls)
+        for call in each:
+            call()
+        times.append(HostTime(name, checked, _time(each, calls)))
+    return times

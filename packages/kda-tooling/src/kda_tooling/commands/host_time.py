@@ -1,0 +1,76 @@
+"""`kda host-time`: what a call costs the host outside CUDA graphs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kda_tooling.commands.options import check_output_file, interpreter_chosen, rename_shape_fields
+from kda_tooling.terminal import plain
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(epilog="Example: [bold]kda host-time --calls 2000 --json host-time.json[/bold]")(host_time)
+
+
+def _require_gpu() -> None:
+    if interpreter_chosen():
+        raise typer.BadParameter("TRITON_INTERPRET is set: host time is that of launching compiled kernels; unset it.")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("host time is that of launches on a CUDA device, and torch sees none here.")
+
+
+def host_time(
+    calls: Annotated[int, typer.Option(min=1, help="Calls of each op, each way.")] = 2000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests per batch, B.")] = 1,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens verified per request, T.")] = 4,
+    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
+    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here ('-': standard output).")
+    ] = None,
+) -> None:
+    """Time what a verify or commit call costs the host outside CUDA graphs: a first call, and calls that equal it.
+
+    From the call to its return, allocation of the output and the driver's launch included; the device is not waited
+    for. Keep the batch small, or the launch queue fills and the host waits.
+    """
+    _require_gpu()
+    from kda_kernels import KdaShape
+
+    try:
+        shape = KdaShape(heads, heads if hv_heads is None else hv_heads)
+    except ValueError as error:
+        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+    if json_file is not None and str(json_file) != "-":
+        check_output_file("--json", json_file)
+    from kda_tooling.bench.host_time import measure, processor
+    from kda_tooling.bench.machine import describe_machine
+
+    times = measure(shape, batch=batch_size, draft_tokens=draft_tokens, calls=calls)
+    console = Console(stderr=str(json_file) == "-")
+    table = Table(title=f"us of the host per call, B = {batch_size}, T = {draft_tokens}", title_justify="left")
+    for name in ("call", "first", "again"):
+        table.add_column(name, justify="left" if name == "call" else "right")
+    for one in times:
+        table.add_row(plain(one.op), f"{one.checked:.1f}", f"{one.replayed:.1f}")
+    console.print(table)
+    data = {
+        "machine": asdict(describe_machine()), "processor": processor(), "shape": asdict(shape),
+        "batch_size": batch_size, "draft_tokens": draft_tokens, "calls": calls,
+        "us_per_call": [asdict(one) for one in times],
+    }  # fmt: skip
+    text = json.dumps(data, indent=1, allow_nan=False)
+    if str(json_file) == "-":
+        typer.echo(text)
+    elif json_file is not None:
+        json_file.write_text(text + "\n")

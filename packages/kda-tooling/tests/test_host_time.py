@@ -1,0 +1,77 @@
+"""`kda host-time`: what is timed, that both ways of launching are, and what happens without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kda_kernels import KdaShape, _launch
+from kda_kernels.interpreter import is_interpreted
+from kda_tooling.bench import host_time as module
+from kda_tooling.bench.host_time import HostTime, measure, processor
+from kda_tooling.cli import app
+from kda_tooling.commands import host_time as command
+
+runner = CliRunner()
+
+
+def words(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="measures on CPU tensors, whose kernels are compiled here")
+def test_every_op_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, seen = _launch.LAUNCHER, []
+
+    def watched(kernel: Any, *launch: Any) -> Any:
+        seen.append(kernel.__name__)
+        return launcher(kernel, *launch)
+
+    monkeypatch.setattr(module, "LAYERS", 2)
+    monkeypatch.setattr(module, "BURST", 1)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(_launch, "LAUNCHER", watched)
+    times = measure(KdaShape(1, 1, 64, 64), batch=1, draft_tokens=1, calls=1, device="cpu")
+    assert _launch.LAUNCHER is watched
+    assert set(seen) == {"verify_kernel", "conv_kernel", "fold_kernel", "scatter_kernel"}
+    assert [one.op for one in times][:2] == ["verify_fused, ring", "verify_fused, snapshots"]
+    assert [one.op for one in times][-1].startswith("pool, unfused+ring: begin, 2 x verify, commit")
+    assert all(one.checked > 0 and one.replayed > 0 for one in times)
+    assert processor()
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["interpreter", "no GPU"])
+def test_without_a_gpu_it_says_why_not(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = runner.invoke(app, ["host-time"])
+    assert result.exit_code == 2
+    assert ("unset it" if interpreted else "torch sees none here") in words(result.output)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--calls", "0"], "greater than or equal to 1"),
+    (["--heads", "3", "--hv-heads", "4"], "--hv-heads must be a multiple of --heads"),
+    (["--json", "/no/such/folder/x.json"], "folder /no/such/folder is missing"),
+])  # fmt: skip
+def test_wrong_arguments_exit_with_2(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    result = runner.invoke(app, ["host-time", *arguments])
+    assert result.exit_code == 2
+    assert message in words(result.output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["file", "-"])
+def test_replayed_calls_cost_the_host_less(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "host-time.json"
+    arguments = ["host-time", "--calls", "200", "--json", str(path) if where == "file" else "-"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout if where == "-" else path.read_text())
+    times = [HostTime(**one) for one in data["us_per_call"]]
+    assert all(one.replayed < one.checked for one in times if not one.op.startswith("("))
