@@ -29,6 +29,7 @@ from kda_kernels import (
     _replay,
     checks,
     commit,
+    commit_checks,
     host_checks,
     new_error_counts,
     verify,
@@ -165,6 +166,7 @@ def main() -> None:
         mock.patch.object(_replay, "DEVICE_TYPES", ("cpu",)),
         mock.patch.object(_launch, "_device_target", return_value=("cuda", 90)),
         mock.patch.object(checks, "device_reason", return_value=None),
+        mock.patch.object(commit_checks, "device_reason", return_value=None),
         mock.patch.object(torch.cuda, "current_device", return_value=-1),
         host_checks(False),
     ]

@@ -6,8 +6,9 @@ Importing this package needs no GPU. With ``TRITON_INTERPRET=1`` set before the 
 from kda_kernels import interpreter
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
 from kda_kernels.checking import host_checks
-from kda_kernels.checks import fold_reason, scatter_reason, verify_reason
+from kda_kernels.checks import verify_reason
 from kda_kernels.commit import fold, scatter_conv, scatter_snapshots
+from kda_kernels.commit_checks import fold_reason, scatter_reason
 from kda_kernels.errors import ErrorKind, describe_errors, new_error_counts
 from kda_kernels.reference import (
     fold_reference,

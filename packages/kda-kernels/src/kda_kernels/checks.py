@@ -2,6 +2,7 @@
 
 Ops, gate, tuner, tests and error messages all use these. A reason names the argument, what was given and what is
 allowed. Values of index tensors are looked at only where that costs no device sync: when the tensor is on the CPU.
+Those of fold and the scatters are in `kda_kernels.commit_checks`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ import torch
 from kda_kernels._launch import current_target, device_reason, pdl_reason
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
 from kda_kernels.checking import (
-    INDEX_DTYPES,
-    disjoint_reason,
-    dtype_name,
     errors_reason,
     index_reason,
     pitch_reason,
@@ -24,7 +22,6 @@ from kda_kernels.checking import (
 from kda_kernels.memory import overlap_reason, same_memory_reason
 from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig
 
-SCATTER_DTYPES = (*ACTIVATION_DTYPES, torch.float32)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -179,7 +176,7 @@ def verify_reason(
             else tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2)
         )
         or _memory_reason(mixed_qkv, a, b, state, record, out, workspace)
-        or (_config_reason(config, device) if config is not None and needs_kernels else None)
+        or (config_reason(config, device) if config is not None and needs_kernels else None)
     )
 
 
@@ -216,7 +213,8 @@ def _memory_reason(
     return same_memory_reason(inputs | buffers) or (overlap_reason(packed, inputs | buffers) if packed else None)
 
 
-def _config_reason(config: LaunchConfig, device: torch.device) -> str | None:
+def config_reason(config: LaunchConfig, device: torch.device) -> str | None:
+    """Why kernels cannot be launched as ``config`` says on ``device``, or None."""
     backend, _ = current_target(device)
     if config.rows_per_thread is not None and backend != "cuda":
         return (
@@ -224,133 +222,3 @@ def _config_reason(config: LaunchConfig, device: torch.device) -> str | None:
             "use rows_per_thread=None"
         )
     return pdl_reason(config.pdl, device)
-
-
-def _commit_index_reason(
-    slots: torch.Tensor, accept_lens: torch.Tensor, draft_tokens: int, num_slots: int, limit: int,
-    device: torch.device, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
-) -> str | None:  # fmt: skip
-    typed("slots", slots, torch.Tensor)
-    typed("draft_tokens", draft_tokens, int)
-    if draft_tokens < 1:
-        return f"draft_tokens must be at least 1, got {draft_tokens}"
-    if slots.ndim != 1:
-        return f"slots must have shape [B], got {list(slots.shape)}"
-    batch = slots.shape[0]
-    reason = index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True) or index_reason(
-        "accept_lens", accept_lens, batch, device, 0, limit
-    )
-    if reason is None and (track_slots is None) != (track_steps is None):
-        reason = "track_slots and track_steps must be given together, got only one of them"
-    if reason is None and track_slots is not None and track_steps is not None:
-        reason = (
-            index_reason("track_slots", track_slots, batch, device, -1, num_slots - 1, unique=True)
-            or disjoint_reason("track_slots", track_slots, "slots", slots)
-            # Any step is allowed: one that is not in the accepted prefix is not written.
-            or tensor_reason("track_steps", track_steps, (batch,), INDEX_DTYPES, device, packed=1)
-        )
-    return reason
-
-
-def fold_reason(
-    ssm_state: torch.Tensor,
-    ring: Ring,
-    *,
-    shape: KdaShape,
-    slots: torch.Tensor,
-    accept_lens: torch.Tensor,
-    draft_tokens: int,
-    track_slots: torch.Tensor | None = None,
-    track_steps: torch.Tensor | None = None,
-    config: LaunchConfig | None = None,
-    errors: torch.Tensor | None = None,
-    needs_kernels: bool = True,
-) -> str | None:
-    """Why a fold of these arguments is refused, or None. Arguments as `kda_kernels.fold`."""
-    typed("ssm_state", ssm_state, torch.Tensor)
-    typed("ring", ring, Ring)
-    typed("shape", shape, KdaShape)
-    typed("draft_tokens", draft_tokens, int)
-    if config is not None:
-        typed("config", config, LaunchConfig)
-    device = ssm_state.device
-    reason = (device_reason(device) if needs_kernels else None) or tensor_reason(
-        "ssm_state",
-        ssm_state,
-        (None, None, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
-        (torch.float32,),
-        device,
-        packed=3,
-    )
-    if reason := reason or pitch_reason("ssm_state", ssm_state, 2):
-        return reason
-    raw_dtype = ring.raw_v.dtype if isinstance(ring.raw_v, torch.Tensor) else torch.bfloat16
-    if raw_dtype not in ACTIVATION_DTYPES:
-        return f"ring.raw_v must be bfloat16 or float16, got {dtype_name(raw_dtype)}"
-    return (
-        ring_reason(ring, shape, raw_dtype, device, tuple(ssm_state.shape[:2]))
-        or _commit_index_reason(
-            slots,
-            accept_lens,
-            draft_tokens,
-            ssm_state.shape[1],
-            min(draft_tokens, ring.length),
-            device,
-            track_slots,
-            track_steps,
-        )
-        or errors_reason(errors, device)
-        or (_config_reason(config, device) if config is not None and needs_kernels else None)
-    )
-
-
-def scatter_reason(
-    dst: torch.Tensor,
-    src: torch.Tensor,
-    *,
-    names: tuple[str, str] = ("dst", "src"),
-    slots: torch.Tensor,
-    accept_lens: torch.Tensor,
-    draft_tokens: int,
-    rows: torch.Tensor | None = None,
-    track_slots: torch.Tensor | None = None,
-    track_steps: torch.Tensor | None = None,
-    errors: torch.Tensor | None = None,
-    pdl: bool | None = None,
-    needs_kernels: bool = True,
-) -> str | None:
-    """Why copying ``src[layer, row, accept - 1]`` to ``dst[layer, slot]`` is refused, or None.
-
-    ``names`` are the caller's names of ``dst`` and ``src`` for the reason. ``dst``: [layers, slots, *entry];
-    ``src``: [layers, rows, steps, *entry] of the same dtype. Other arguments as `kda_kernels.scatter_conv`.
-    """
-    typed(names[0], dst, torch.Tensor)
-    typed(names[1], src, torch.Tensor)
-    device, entry = dst.device, tuple(dst.shape[2:])
-    if pdl is not None:
-        typed("pdl", pdl, bool)
-    if dst.dtype not in SCATTER_DTYPES:
-        return f"{names[0]} must be {' or '.join(map(dtype_name, SCATTER_DTYPES))}, got {dtype_name(dst.dtype)}"
-    if dst.ndim < 3:
-        return f"{names[0]} must have shape [layers, slots, ...], got {list(dst.shape)}"
-    reason = (
-        (device_reason(device) if needs_kernels else None)
-        or tensor_reason(names[0], dst, (None, None, *entry), (dst.dtype,), device, packed=len(entry))
-        or tensor_reason(names[1], src, (dst.shape[0], None, None, *entry), (dst.dtype,), device, packed=len(entry) + 1)
-    )
-    if reason := reason or pitch_reason(names[0], dst, 2):
-        return reason
-    reason = _commit_index_reason(
-        slots, accept_lens, draft_tokens, dst.shape[1], draft_tokens, device, track_slots, track_steps
-    )
-    if reason:
-        return reason
-    if src.shape[2] < draft_tokens:
-        return f"{names[1]} must hold at least draft_tokens={draft_tokens} steps, got shape {list(src.shape)}"
-    if rows is None and src.shape[1] < slots.shape[0]:
-        return f"{names[1]} must have a row for each of the {slots.shape[0]} batch positions, got {src.shape[1]} rows"
-    return (
-        (None if rows is None else index_reason("rows", rows, slots.shape[0], device, 0, src.shape[1] - 1, unique=True))
-        or errors_reason(errors, device)
-        or (pdl_reason(pdl, device) if needs_kernels else None)
-    )

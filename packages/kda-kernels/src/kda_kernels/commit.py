@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 import triton
 
-from kda_kernels import _replay, checks
+from kda_kernels import _replay, commit_checks
 from kda_kernels._gluon.commit import fold_gluon_kernel
 from kda_kernels._launch import Launched, launch, pitch
 from kda_kernels._triton.commit import fold_kernel, scatter_kernel
@@ -55,7 +55,7 @@ def fold(
         errors: counters from `new_error_counts`, or None to not count.
 
     Raises:
-        ValueError: an argument is refused; the message is that of `checks.fold_reason`.
+        ValueError: an argument is refused; the message is that of `commit_checks.fold_reason`.
         TypeError: an argument is of the wrong class.
     """
     prepare_fold(
@@ -91,7 +91,7 @@ def prepare_fold(
         )
 
     def reason() -> str | None:
-        return checks.fold_reason(
+        return commit_checks.fold_reason(
             ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
             track_slots=track_slots, track_steps=track_steps, config=config, errors=errors,
         )  # fmt: skip
@@ -148,7 +148,7 @@ def scatter_conv(
             by ``draft_tokens`` alone here.
 
     Raises:
-        ValueError: an argument is refused; the message is that of `checks.scatter_reason`.
+        ValueError: an argument is refused; the message is that of `commit_checks.scatter_reason`.
         TypeError: an argument is of the wrong class.
     """
     prepare_scatter(
@@ -200,7 +200,7 @@ def prepare_scatter(
     errors: torch.Tensor | None = None,
     pdl: bool | None = None,
 ) -> Callable[[], None]:
-    """What `prepare_fold` is of `fold`, of either scatter. Arguments as `checks.scatter_reason`."""
+    """What `prepare_fold` is of `fold`, of either scatter. Arguments as `commit_checks.scatter_reason`."""
     tensors = _given(
         dst=dst, src=src, slots=slots, rows=rows, accept_lens=accept_lens, track_slots=track_slots,
         track_steps=track_steps, errors=errors,
@@ -214,7 +214,7 @@ def prepare_scatter(
         )
 
     def reason() -> str | None:
-        return checks.scatter_reason(
+        return commit_checks.scatter_reason(
             dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
             track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
         )  # fmt: skip

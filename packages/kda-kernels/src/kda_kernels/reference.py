@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 import torch
 
-from kda_kernels import checks
+from kda_kernels import checks, commit_checks
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
 from kda_kernels.checking import refuse
 from kda_kernels.errors import ErrorKind
@@ -217,7 +217,7 @@ def fold_reference(
     errors: torch.Tensor | None = None,
 ) -> None:
     """`kda_kernels.fold` in plain torch."""
-    reason = checks.fold_reason(
+    reason = commit_checks.fold_reason(
         ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
         track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, needs_kernels=False,
     )  # fmt: skip
@@ -287,7 +287,7 @@ def _scatter_reference(
     draft_tokens: int, rows: torch.Tensor | None, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
     errors: torch.Tensor | None, pdl: bool | None,
 ) -> None:  # fmt: skip
-    reason = checks.scatter_reason(
+    reason = commit_checks.scatter_reason(
         dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
         track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl, needs_kernels=False,
     )  # fmt: skip
