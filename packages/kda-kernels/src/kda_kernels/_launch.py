@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +65,19 @@ def pdl_reason(pdl: bool | None, device: torch.device) -> str | None:
 
 
 class Launched(NamedTuple):
-    """A launch that was made, and the compiled kernel. ``arguments``: parameter -> value, constants included."""
+    """A launch that was made, and the compiled kernel."""
 
     kernel: Any
     compiled: CompiledKernel
     grid: int
-    arguments: dict[str, Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def arguments(self) -> Iterator[tuple[str, Any]]:
+        """Each of the kernel's parameters and its value, constants included, in order."""
+        yield from zip(self.kernel.arg_names, self.args, strict=False)
+        for name in self.kernel.arg_names[len(self.args) :]:
+            yield name, self.options[name]
 
 
 def launch(
@@ -99,10 +106,7 @@ def launch(
         compiled = LAUNCHER(kernel, (grid,), args, options)
     if not isinstance(compiled, CompiledKernel):
         return None
-    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
-    bound = kernel.signature.bind(*args, **constants)
-    bound.apply_defaults()
-    return Launched(kernel, compiled, grid, dict(bound.arguments))
+    return Launched(kernel, compiled, grid, args, options)
 
 
 def pitch(tensor: torch.Tensor, dim: int = 0) -> int:

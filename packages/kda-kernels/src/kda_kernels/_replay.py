@@ -30,7 +30,7 @@ from kda_kernels import _launch
 from kda_kernels.checking import refuse
 
 LIMIT = 2048
-"""Calls remembered, some 4 KB each, before all are forgotten: a model's layers times the batch sizes in use."""
+"""Calls remembered, some 6 KB each, before all are forgotten: a model's layers times the batch sizes in use."""
 
 DEVICE_TYPES = () if torch.version.hip else ("cuda",)
 
@@ -207,14 +207,15 @@ def _replayable(
     tensors: Mapping[str, torch.Tensor],
 ) -> Launch:
     """The launch with every tensor as an address: those of ``held`` for good, those of ``tensors`` to be filled in."""
-    names = list(tensors)
+    sources = {name: source for source, name in enumerate(tensors)}
+    kept = set(map(id, held))
     places, arguments = [], []
-    for place, (parameter, value) in enumerate(launched.arguments.items()):
+    for place, (parameter, value) in enumerate(launched.arguments()):
         if isinstance(value, torch.Tensor):
             name = renamed.get(parameter, parameter)
             if value is tensors.get(name):
-                places.append((place, names.index(name)))
-            elif not any(value is one for one in held):
+                places.append((place, sources[name]))
+            elif id(value) not in kept:
                 raise RuntimeError(f"kernel argument {parameter} is neither a tensor of the call nor of its groups")
             value = data_ptr(value)
         arguments.append(value)

@@ -61,7 +61,7 @@ class VerifyCall(NamedTuple):
             return
         key, facts, held = ticket
         memory = MemoryMap(
-            held[3:],
+            held[: -3 if self.params.conv_bias is None else -4],
             inputs=[self.mixed_qkv, self.a, self.b],
             written={place: given[name] for place, name in enumerate(given) if name in ("out", "workspace")},
         )
@@ -116,13 +116,13 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
 
 
 def held_tensors(params: LayerParams, state: LayerState, record: Ring | Snapshots) -> tuple[torch.Tensor, ...]:
-    """The tensors of a verify's groups."""
+    """The tensors of a verify's groups: those of state and record, then the parameters."""
     if isinstance(record, Ring):
         buffers: tuple[torch.Tensor, ...] = (record.raw_v, record.raw_k, record.g, record.beta)
     else:
         buffers = (record.states,)
     bias = () if params.conv_bias is None else (params.conv_bias,)
     return (
-        params.conv_weight, params.A_log, params.dt_bias,
-        state.conv_state, state.ssm_state, state.conv_window, *buffers, *bias,
+        state.conv_state, state.ssm_state, state.conv_window, *buffers,
+        params.conv_weight, params.A_log, params.dt_bias, *bias,
     )  # fmt: skip

@@ -54,8 +54,11 @@ class MemoryMap:
         self, buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], written: Mapping[int, torch.Tensor]
     ) -> None:
         held = [buffer for buffer in buffers if buffer.numel()]
-        self._starts = frozenset(buffer.data_ptr() for buffer in held)
+        self._starts = frozenset(map(torch.Tensor.data_ptr, held))
         self._bounds: list[int] = []  # where memory of the buffers begins and ends, in turn
+        self._written: list[tuple[int, int, list[tuple[int, int]]]] = []
+        if not written:
+            return
         for start, end in sorted(map(byte_span, held)):
             if self._bounds and start <= self._bounds[-1]:
                 self._bounds[-1] = max(self._bounds[-1], end)
@@ -63,10 +66,9 @@ class MemoryMap:
                 self._bounds += start, end
         spans = {place: byte_span(tensor) for place, tensor in [*enumerate(inputs), *written.items()]}
         sizes = {place: end - start for place, (start, end) in spans.items()}
-        self._written = [
-            (place, sizes[place], [(other, size) for other, size in sizes.items() if other != place])
-            for place in written
-        ]
+        for place in written:
+            others = [(other, size) for other, size in sizes.items() if other != place]
+            self._written.append((place, sizes[place], others))
 
     def allows(self, addresses: Sequence[int]) -> bool:
         """Whether a call is accepted that is like the one given, but has its tensors at ``addresses``."""
