@@ -46,6 +46,9 @@ def verify_fused(
     and the record: ring records 0..min(T, L)-1 of each slot, or each token's state snapshot. Bit-identical to
     `verify_unfused` and, token by token, to ``draft_tokens=1``.
 
+    On a CUDA device a call with the same groups (params, state, record) as an earlier one, and with other arguments
+    that are alike, is recognised and launched without checking it again: build the groups once.
+
     Args:
         mixed_qkv: [B*T, D] bf16 or fp16, channels q (H*K) | k (H*K) | v (HV*V), before the conv. The row stride is
             free. Request-major: row ``i*T + t`` is token t of batch position i; token 0 is the root (bonus) token.
