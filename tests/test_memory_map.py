@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+pytest.importorskip(
+    "hypothesis", reason="hypothesis is not installed: pip install hypothesis (dependency group `test`)"
+)
+
 from hypothesis import given
 from hypothesis import strategies as st
 
