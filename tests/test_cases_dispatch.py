@@ -14,7 +14,7 @@ import torch
 
 import kda_kernels
 from kda_kernels import LaunchConfig, fold, scatter_conv, verify_fused, verify_unfused
-from kda_kernels.defaults import FEW_HEADS, MANY_HEADS, PORTABLE
+from kda_kernels.defaults import FEW_HEADS, MANY_HEADS_STATE_FIRST, PORTABLE
 from tests.support.cases import Case, make_problem
 from tests.support.commits import fold_problem, with_layers
 from tests.support.grids import config_id
@@ -105,7 +105,7 @@ def compiled_variants() -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [PORTABLE, FEW_HEADS, MANY_HEADS], ids=config_id)
+@pytest.mark.parametrize("config", [PORTABLE, FEW_HEADS, MANY_HEADS_STATE_FIRST], ids=config_id)
 @pytest.mark.parametrize("mode", ["ring", "snapshots"])
 def test_D3_one_variant_for_every_batch_size(mode: str, config: LaunchConfig, device: str) -> None:
     """One per launch configuration. Neither B = 1 nor divisibility by 16 of B, or of any row count, may specialise."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -20,19 +23,28 @@ from kda_kernels import (
 )
 from kda_kernels.defaults import (
     FEW_HEADS,
+    FEW_HEADS_LONG_DRAFT,
+    LONE_HEADS,
     MANY_HEADS,
     MANY_HEADS_LONG_DRAFT,
+    MANY_HEADS_STATE_FIRST,
     PORTABLE,
+    PORTABLE_LONG_CHUNK,
     SOME_HEADS,
+    SOME_HEADS_STATE_FIRST,
     WHOLE_HEAD,
     default_verify_config,
 )
 from tests.support.cases import Case, make_problem
+from tests.support.grids import config_id
 from tests.support.marks import interpreter_only
 from tests.support.ops import KERNELS
 from tests.test_lanes_bits import assert_same_buffers
 
-DEFAULTS = [FEW_HEADS, SOME_HEADS, MANY_HEADS, MANY_HEADS_LONG_DRAFT]
+DEFAULTS = [
+    LONE_HEADS, FEW_HEADS, FEW_HEADS_LONG_DRAFT, SOME_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS, MANY_HEADS_STATE_FIRST,
+    MANY_HEADS_LONG_DRAFT,
+]  # fmt: skip
 
 # Token counts that fill no power of two, a ring shorter than the draft, odd pitches, V other than K, one head.
 GPU_CASES = [
@@ -46,7 +58,7 @@ GPU_CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", KERNELS)
-@pytest.mark.parametrize("config", DEFAULTS, ids=lambda c: f"v{c.block_v}w{c.num_warps}r{c.rows_per_thread}")
+@pytest.mark.parametrize("config", DEFAULTS, ids=config_id)
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.id)
 def test_defaults_equal_the_portable_kernel(case: Case, config: LaunchConfig, op: Any, device: str) -> None:
     problem = make_problem(case, device)
@@ -102,6 +114,8 @@ def test_refused_with_a_reason_where_it_cannot_run(device: str) -> None:
         ({"block_v": 32, "num_warps": 4, "rows_per_thread": 4}, "multiple of 4 \\* num_warps \\* rows_per_thread = 64"),
         ({"max_registers": 16}, "max_registers must be None or within 32..255"),
         ({"max_registers": 300}, "max_registers must be None or within 32..255"),
+        ({"state_first": True}, "state_first needs rows_per_thread"),
+        ({"prefetch": True}, "prefetch needs rows_per_thread"),
     ],
 )
 def test_configurations_that_cannot_be_named(fields: dict[str, int], message: str) -> None:
@@ -113,12 +127,63 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     device = torch.device("cpu")
     shape, narrow = KdaShape(8, 8, 128, 128), KdaShape(8, 8, 128, 64)
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
-    chosen = [default_verify_config(shape, batch, 4, device) for batch in (1, 8, 9, 24, 25, 256)]
-    assert chosen == [FEW_HEADS, FEW_HEADS, SOME_HEADS, SOME_HEADS, MANY_HEADS, MANY_HEADS]
-    longer = [default_verify_config(shape, batch, 8, device) for batch in (1, 4, 5, 24, 25)]
-    assert longer == [FEW_HEADS, FEW_HEADS, SOME_HEADS, SOME_HEADS, MANY_HEADS_LONG_DRAFT]
+
+    def chosen(draft_tokens: int, *batches: int, form: str = "recurrent", ready: bool = False) -> list[LaunchConfig]:
+        return [
+            default_verify_config(shape, batch, draft_tokens, device, form=form, indices_ready=ready)
+            for batch in batches
+        ]
+
+    assert chosen(4, 1, 8, 9, 24, 25, 256) == [FEW_HEADS] * 2 + [SOME_HEADS] * 2 + [MANY_HEADS_STATE_FIRST] * 2
+    assert chosen(3, 1, 24, 25) == chosen(1, 1, 24, 25) == [FEW_HEADS, FEW_HEADS, MANY_HEADS]
+    assert chosen(8, 2, 3, 8, 9, 24) == [LONE_HEADS, *[FEW_HEADS_LONG_DRAFT] * 2, *[SOME_HEADS] * 2]
+    assert chosen(8, 25) == chosen(5, 256) == chosen(16, 64) == [MANY_HEADS_LONG_DRAFT]
+    assert chosen(4, 2, 3, ready=True) == [LONE_HEADS, FEW_HEADS]
+    assert chosen(4, 8, 9, 25, form="chunked") == [FEW_HEADS, MANY_HEADS, MANY_HEADS_STATE_FIRST]
+    assert chosen(8, 8, 24, 25, form="chunked") == [SOME_HEADS_STATE_FIRST, MANY_HEADS_LONG_DRAFT, MANY_HEADS]
+    assert chosen(9, 1, 64, form="chunked") == [PORTABLE_LONG_CHUNK] * 2
     assert default_verify_config(narrow, 64, 8, device) == SOME_HEADS
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("hip", 942))
     assert default_verify_config(shape, 64, 8, device) == PORTABLE
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("interpreter", 0))
     assert default_verify_config(shape, 64, 8, device) == WHOLE_HEAD
+
+
+def test_more_tokens_than_the_chunked_kernel_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
+    problem = make_problem(Case(B=1, T=9, H=1, HV=1, K=64), "cpu")
+    positional, keywords = problem.arguments("ring", config=FEW_HEADS)
+    assert verify_reason(*positional, **keywords) is None
+    reason = verify_reason(*positional, **keywords, form="chunked")
+    assert reason is not None
+    assert "takes up to 8 draft tokens with form='chunked', got draft_tokens=9" in reason
+    positional, keywords = problem.arguments("ring", config=PORTABLE_LONG_CHUNK)
+    assert verify_reason(*positional, **keywords, form="chunked") is None
+
+
+_KEYS = """
+import sys
+from kda_kernels._gluon import commit as gluon_commit, verify as gluon_verify
+from kda_kernels._triton import commit, verify
+kernels = {
+    "verify": verify.verify_kernel, "conv": verify.conv_kernel, "fold": commit.fold_kernel,
+    "scatter": commit.scatter_kernel, "gluon_verify": gluon_verify.verify_gluon_kernel,
+    "gluon_fold": gluon_commit.fold_gluon_kernel,
+}
+for name in list(kernels)[:: int(sys.argv[1])]:
+    kernels[name].cache_key
+print({name: kernel.cache_key for name, kernel in kernels.items()})
+"""
+
+
+def test_cache_keys_do_not_depend_on_which_kernel_came_first() -> None:
+    """Or a disk cache filled by one process would miss in another."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    orders = [
+        subprocess.run(
+            [sys.executable, "-c", _KEYS, step], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for step in ("1", "-1")
+    ]
+    assert orders[0]
+    assert orders[0] == orders[1]

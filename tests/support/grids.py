@@ -84,4 +84,5 @@ def config_id(config: LaunchConfig | None) -> str:
     if config is None:
         return "default"
     rows = "" if config.rows_per_thread is None else f"-r{config.rows_per_thread}"
-    return f"bv{config.block_v}-w{config.num_warps}{rows}"
+    flags = ("-first" if config.state_first else "") + ("-prefetch" if config.prefetch else "")
+    return f"bv{config.block_v}-w{config.num_warps}{rows}{flags}"

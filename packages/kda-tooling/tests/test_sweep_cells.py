@@ -287,7 +287,9 @@ def test_a_sweep_visits_every_cell_and_can_be_stored(
 
 
 def test_every_variant_that_may_differ_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def default(shape: KdaShape, batch: int, draft_tokens: int, device: torch.device) -> LaunchConfig:
+    def default(
+        shape: KdaShape, batch: int, draft_tokens: int, device: torch.device, *, form: str, indices_ready: bool
+    ) -> LaunchConfig:
         return LaunchConfig(32 if batch < 16 else 64)
 
     monkeypatch.setattr(warmup, "default_verify_config", default)

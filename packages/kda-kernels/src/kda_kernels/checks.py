@@ -20,7 +20,15 @@ from kda_kernels.checking import (
     typed_number,
 )
 from kda_kernels.memory import overlap_reason, same_memory_reason
-from kda_kernels.shapes import ACTIVATION_DTYPES, CONV_WIDTH, FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig
+from kda_kernels.shapes import (
+    ACTIVATION_DTYPES,
+    CONV_WIDTH,
+    FORMS,
+    MAX_CHUNKED_TOKENS,
+    MAX_GLUON_CHUNKED_TOKENS,
+    KdaShape,
+    LaunchConfig,
+)
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -177,6 +185,7 @@ def verify_reason(
         )
         or _memory_reason(mixed_qkv, a, b, state, record, out, workspace)
         or (config_reason(config, device) if config is not None and needs_kernels else None)
+        or (None if config is None else _chunk_config_reason(config, form, draft_tokens))
     )
 
 
@@ -211,6 +220,16 @@ def _memory_reason(
     packed = {name: tensor for name, tensor in (("out", out), ("workspace", workspace)) if tensor is not None}
     inputs = {"mixed_qkv": mixed_qkv, "a": a, "b": b}
     return same_memory_reason(inputs | buffers) or (overlap_reason(packed, inputs | buffers) if packed else None)
+
+
+def _chunk_config_reason(config: LaunchConfig, form: str, draft_tokens: int) -> str | None:
+    """Why verify's Gluon kernel cannot take that many tokens in ``form``, or None."""
+    if config.rows_per_thread is None or form == "recurrent" or draft_tokens <= MAX_GLUON_CHUNKED_TOKENS:
+        return None
+    return (
+        f"config.rows_per_thread={config.rows_per_thread} names a kernel that takes up to {MAX_GLUON_CHUNKED_TOKENS} "
+        f"draft tokens with form='chunked', got draft_tokens={draft_tokens}: use rows_per_thread=None"
+    )
 
 
 def config_reason(config: LaunchConfig, device: torch.device) -> str | None:

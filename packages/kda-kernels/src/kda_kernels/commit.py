@@ -18,7 +18,9 @@ from kda_kernels.buffers import Ring, Snapshots
 from kda_kernels.defaults import default_fold_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
-SCATTER_BLOCK = 1024
+SCATTER_BYTES = 8192
+"""Per program."""
+
 SCATTER_NUM_WARPS = 4
 
 
@@ -97,15 +99,15 @@ def prepare_fold(
         )  # fmt: skip
 
     def launched() -> Launched | None:
-        chosen = config or default_fold_config(ssm_state.device)
-        block_v = min(chosen.block_v, shape.head_v_dim)
         batch, limit = slots.shape[0], min(draft_tokens, ring.length)
+        chosen = config or default_fold_config(limit, ssm_state.device)
+        block_v = min(chosen.block_v, shape.head_v_dim)
         kernel: Any = fold_kernel
         layout: dict[str, Any] = {}
         if chosen.rows_per_thread is not None:
             kernel, layout = fold_gluon_kernel, {
                 "TOKENS": max(2, triton.next_power_of_2(limit)), "ROWS_PER_THREAD": chosen.rows_per_thread,
-                "WARPS": chosen.num_warps, "STAGGER": chosen.stagger,
+                "WARPS": chosen.num_warps,
             }  # fmt: skip
         return launch(
             kernel,
@@ -221,16 +223,17 @@ def prepare_scatter(
 
     def launched() -> Launched | None:
         entry, batch = math.prod(dst.shape[2:]), slots.shape[0]
+        block = SCATTER_BYTES // dst.element_size()
         return launch(
             scatter_kernel,
-            dst.shape[0] * batch * -(-entry // SCATTER_BLOCK),
+            dst.shape[0] * batch * -(-entry // block),
             (
                 *_pitched(dst), *_pitched(src),
                 slots, rows, accept_lens, track_slots, track_steps, errors,
                 dst.shape[1], src.shape[1], batch, draft_tokens,
             ),
             device=dst.device, num_warps=SCATTER_NUM_WARPS, pdl=pdl,
-            N=entry, BLOCK_N=SCATTER_BLOCK, HAS_ROWS=rows is not None, HAS_TRACK=track_slots is not None,
+            N=entry, BLOCK_N=block, HAS_ROWS=rows is not None, HAS_TRACK=track_slots is not None,
             COUNT=errors is not None,
         )  # fmt: skip
 

@@ -1,48 +1,80 @@
 """Launch configurations for callers that name none. No choice here changes a bit, only speed.
 
-Figures: NVIDIA H200, T = 4 and 8, H = HV = 8, K = V = 128, bf16, L2-cold (docs/measured-facts.md).
+Figures: NVIDIA H200, T = 3, 4, 6 and 8, H = HV = 8, K = V = 128, bf16, L2-cold (docs/measured-facts.md).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kda_kernels._launch import current_target
-from kda_kernels.shapes import KdaShape, LaunchConfig
+from kda_kernels.shapes import MAX_GLUON_CHUNKED_TOKENS, KdaShape, LaunchConfig
 
 PORTABLE = LaunchConfig()
+PORTABLE_LONG_CHUNK = LaunchConfig(num_warps=4)
+"""Above 8 tokens in the chunked form, which one warp has too few registers for."""
+
 WHOLE_HEAD = LaunchConfig(block_v=128)
 """For the interpreter, whose cost is per program and not per element."""
 
-# Few heads: many small programs to fill the SMs. Many: larger tiles, which repeat the q and k work of a head less.
-FEW_HEADS = LaunchConfig(block_v=32, num_warps=4, rows_per_thread=2)
-SOME_HEADS = LaunchConfig(block_v=64, num_warps=8, rows_per_thread=2, max_registers=128)
-MANY_HEADS = LaunchConfig(block_v=64, num_warps=4, rows_per_thread=2)
-MANY_HEADS_LONG_DRAFT = LaunchConfig(block_v=128, num_warps=8, rows_per_thread=4, max_registers=128)
+# Few heads: many small programs to fill the SMs, the state under way at once. Many: larger tiles, which repeat the q
+# and k work of a head less; then it depends on the number of tokens whether arithmetic or loads come first.
+LONE_HEADS = LaunchConfig(16, 4, rows_per_thread=1, state_first=True, prefetch=True)
+FEW_HEADS = LaunchConfig(32, 4, rows_per_thread=2, state_first=True, prefetch=True)
+FEW_HEADS_LONG_DRAFT = LaunchConfig(32, 8, rows_per_thread=1, state_first=True, prefetch=True)
+SOME_HEADS = LaunchConfig(64, 8, rows_per_thread=2)
+SOME_HEADS_STATE_FIRST = replace(SOME_HEADS, state_first=True)
+MANY_HEADS = LaunchConfig(64, 4, rows_per_thread=4)
+MANY_HEADS_STATE_FIRST = replace(MANY_HEADS, state_first=True)
+MANY_HEADS_LONG_DRAFT = LaunchConfig(128, 8, rows_per_thread=4, max_registers=128)
+
+_RECURRENT: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
+    3: ((192, FEW_HEADS), (0, MANY_HEADS)),
+    4: ((64, FEW_HEADS), (192, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+    0: ((16, LONE_HEADS), (64, FEW_HEADS_LONG_DRAFT), (192, SOME_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
+}
+_CHUNKED: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
+    4: ((64, FEW_HEADS), (192, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+    0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (192, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
+}
+"""Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
+measured batch sizes; 192 is where eight-warp programs of half a head would need a second wave on 132 SMs."""
 
 
-def default_verify_config(shape: KdaShape, batch: int, draft_tokens: int, device: torch.device) -> LaunchConfig:
-    """Configuration of a verify of ``batch`` requests of ``draft_tokens`` tokens on ``device``.
-
-    Fused+ring without error counters in us at B = 1 / 4 / 16 / 64 / 256, T = 4: 2.97 / 3.47 / 5.91 / 16.7 / 54.0, the
-    portable kernel 5.8 / 6.4 / 10.3 / 34.4 / 123. The limits lie between the measured batch sizes, the upper one where
-    SOME_HEADS would need a second wave of programs on 132 SMs.
-    """
+def default_verify_config(
+    shape: KdaShape,
+    batch: int,
+    draft_tokens: int,
+    device: torch.device,
+    *,
+    form: str = "recurrent",
+    indices_ready: bool = False,
+) -> LaunchConfig:
+    """Configuration of a verify of ``batch`` requests of ``draft_tokens`` tokens on ``device``."""
     backend = current_target(device)[0]
     if backend == "interpreter":
         return WHOLE_HEAD
-    if backend != "cuda":
-        return PORTABLE
+    long_chunk = form == "chunked" and draft_tokens > MAX_GLUON_CHUNKED_TOKENS
+    if backend != "cuda" or long_chunk:
+        return PORTABLE_LONG_CHUNK if long_chunk else PORTABLE
     heads = batch * shape.num_v_heads
-    if heads <= (64 if draft_tokens <= 4 else 32):
-        return FEW_HEADS
-    if heads <= 192:
-        return SOME_HEADS
-    if draft_tokens <= 4:
-        return MANY_HEADS
-    return MANY_HEADS_LONG_DRAFT if shape.head_v_dim == 128 else SOME_HEADS
+    if indices_ready and draft_tokens == 4 and heads <= 16:
+        return LONE_HEADS
+    by_tokens = _CHUNKED if form == "chunked" else _RECURRENT
+    by_heads = next(choices for most, choices in by_tokens.items() if draft_tokens <= most or not most)
+    config = next(config for most, config in by_heads if heads <= most or not most)
+    return SOME_HEADS if config.block_v > shape.head_v_dim else config
 
 
-def default_fold_config(device: torch.device) -> LaunchConfig:
-    """Configuration of a fold on ``device``: one warp of 16 rows is the fastest at every batch size measured."""
-    return WHOLE_HEAD if current_target(device)[0] == "interpreter" else PORTABLE
+FOLD_SHORT = LaunchConfig(8, 1, rows_per_thread=2)
+FOLD_LONG = LaunchConfig(32, 4, rows_per_thread=2)
+
+
+def default_fold_config(draft_tokens: int, device: torch.device) -> LaunchConfig:
+    """Configuration of a fold of up to ``draft_tokens`` records a slot on ``device``."""
+    backend = current_target(device)[0]
+    if backend == "cuda":
+        return FOLD_SHORT if draft_tokens <= 4 else FOLD_LONG
+    return WHOLE_HEAD if backend == "interpreter" else PORTABLE

@@ -14,13 +14,15 @@ SUPPORTED_BLOCK_V = (8, 16, 32, 64, 128)
 SUPPORTED_NUM_WARPS = (1, 2, 4, 8)
 SUPPORTED_ROWS_PER_THREAD = (1, 2, 4)
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
-MAX_STAGGER = 100_000
 
 FORMS = ("recurrent", "chunked")
 """Forms of a verify's output, each a bit class of its own (docs/arithmetic.md)."""
 
 MAX_CHUNKED_TOKENS = 16
 """Most draft tokens of the chunked form, whose work within a chunk grows with T squared."""
+
+MAX_GLUON_CHUNKED_TOKENS = 8
+"""Most of them that the Gluon kernel takes: it keeps every key as each later token sees it in shared memory."""
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:
@@ -110,8 +112,10 @@ class LaunchConfig:
             compiled), whose state tile has 8 lanes along K and this many consecutive rows per thread; ``block_v`` must
             then be a multiple of ``4 * num_warps * rows_per_thread``.
         max_registers: registers per thread that the compiler may use (spilling beyond); None: its own choice.
-        stagger: Gluon kernels only: in the first wave of programs, the j-th program of an SM starts ``j * stagger``
-            clock cycles late, so that the programs of an SM do not all load at once and then all compute. 0: off.
+        state_first: Gluon verify only: load the state before the convolution starts, not when the compiler sees fit.
+            Shortens the way of a lone program, at the price of one more barrier.
+        prefetch: Gluon verify only, and only where ``indices_ready`` is declared: ask for the state to be brought into
+            L2 before the wait of programmatic dependent launch.
     """
 
     block_v: int = 16
@@ -119,7 +123,8 @@ class LaunchConfig:
     pdl: bool | None = None
     rows_per_thread: int | None = None
     max_registers: int | None = None
-    stagger: int = 0
+    state_first: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         _check_int("block_v", self.block_v, 1)
@@ -140,11 +145,11 @@ class LaunchConfig:
                 )
         if self.max_registers is not None and not 32 <= self.max_registers <= 255:
             raise ValueError(f"max_registers must be None or within 32..255, got {self.max_registers}")
-        _check_int("stagger", self.stagger, 0)
-        if self.stagger > MAX_STAGGER or (self.stagger and self.rows_per_thread is None):
-            raise ValueError(
-                f"stagger must be within 0..{MAX_STAGGER} cycles, and 0 where rows_per_thread is None (the portable "
-                f"kernel), got {self.stagger} with rows_per_thread={self.rows_per_thread}"
-            )
+        for name in ("state_first", "prefetch"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+            if value and self.rows_per_thread is None:
+                raise ValueError(f"{name} needs rows_per_thread: the portable kernel (None) has no such choice")
         if self.pdl is not None and not isinstance(self.pdl, bool):
             raise TypeError(f"pdl must be True, False or None, got {self.pdl!r}")

@@ -8,7 +8,7 @@ import torch
 
 from kda_kernels import checks
 from kda_kernels._gluon.verify import verify_gluon_kernel
-from kda_kernels._launch import Launched, contracts_conv, launch, pitch
+from kda_kernels._launch import Launched, contracts_conv, current_target, launch, pitch
 from kda_kernels._replay import Ticket
 from kda_kernels._triton.verify import conv_kernel, verify_kernel
 from kda_kernels._verify_call import VerifyCall, replay
@@ -165,7 +165,9 @@ def _launch_conv(call: VerifyCall, y: torch.Tensor) -> Launched | None:
 def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Launched | None:
     """Launch the fused kernel on mixed_qkv, or the recurrence on the conv kernel's output."""
     shape, params, state, fused = call.shape, call.params, call.state, call.fused
-    config = call.config or default_verify_config(shape, call.slots.shape[0], call.draft_tokens, x.device)
+    config = call.config or default_verify_config(
+        shape, call.slots.shape[0], call.draft_tokens, x.device, form=call.form, indices_ready=call.indices_ready
+    )
     block_v = min(config.block_v, shape.head_v_dim)
     ring = call.record if isinstance(call.record, Ring) else None
     snapshots = None if isinstance(call.record, Ring) else call.record.states
@@ -173,7 +175,8 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
     layout: dict[str, Any] = {}
     if config.rows_per_thread is not None:
         kernel, layout = verify_gluon_kernel, {
-            "ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps, "STAGGER": config.stagger,
+            "ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps,
+            "STATE_FIRST": config.state_first, "PREFETCH": config.prefetch and current_target(x.device)[1] >= 90,
         }  # fmt: skip
     return launch(
         kernel,

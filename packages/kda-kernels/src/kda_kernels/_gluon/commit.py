@@ -13,11 +13,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kda_kernels._gluon.layouts import row_layout
+from kda_kernels._gluon.layouts import packed, row_layout, state_layout
 from kda_kernels._triton.arithmetic import delta_step, dot_k, in_layout, inverse_norm
 from kda_kernels._triton.common import (
-    ACCEPT_ERROR,
-    count_error,
+    count_accept_error,
     count_slot_error,
     load_accept,
     load_slot,
@@ -57,17 +56,17 @@ def fold_gluon_kernel(
     num_slots, batch, limit,
     L: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
     HAS_TRACK: gl.constexpr, COUNT: gl.constexpr, PDL: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr, STAGGER: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `fold_kernel`; ``TOKENS``, a power of two from 2 on, is at least ``limit``."""
     NUM_V: gl.constexpr = V // BLOCK_V
-    STATE: gl.constexpr = gl.BlockedLayout([ROWS_PER_THREAD, 4], [4, 8], [WARPS, 1], [1, 0])
+    STATE: gl.constexpr = state_layout(ROWS_PER_THREAD, WARPS)
     ROWS: gl.constexpr = gl.SliceLayout(1, STATE)
     KEYS: gl.constexpr = row_layout(TOKENS, K, WARPS, 4)  # 4: the reduction tree's groups
     GATE: gl.constexpr = row_layout(TOKENS, K, WARPS, 1)
     VALUE: gl.constexpr = row_layout(TOKENS, BLOCK_V, WARPS, 1)
     BETA: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    SHARED: gl.constexpr = packed(2)
 
     pid = gl.program_id(0)
     i_v = pid % NUM_V
@@ -98,7 +97,7 @@ def fold_gluon_kernel(
     accept, valid = load_accept(accept_lens, i_n, limit)
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
-        count_error(errors, ACCEPT_ERROR, first & usable & (not valid), COUNT)
+        count_accept_error(errors, usable & (not valid), first, COUNT)
         return
 
     # No byte of a record past the accepted prefix is read.

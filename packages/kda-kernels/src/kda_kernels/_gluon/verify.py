@@ -5,94 +5,30 @@ What the layouts buy (Triton picks its own and cannot be told):
 * The state tile has 8 lanes along K and ``ROWS_PER_THREAD`` consecutive rows per thread: a sum over K is two register
   adds and three shuffles, where 32 lanes along K need five, and an SM issues one warp shuffle per clock.
 * q and k of all T tokens are one [2T, K] tile, one warp per row: conv, SiLU and norm need no barrier. What a step needs
-  (k, q, decay, v, beta) goes through shared memory once; one barrier in the whole kernel.
+  (k, q, decay, v, beta) goes through shared memory once.
 * Everything is loaded before anything is stored: inputs, then the state tile.
+
+What was tried and did not pay (skewed tiles, staged columns, several tiles per program, a staggered first wave) is in
+docs/measured-facts.md.
 """
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kda_kernels._gluon.layouts import row_layout
-from kda_kernels._triton.arithmetic import (
-    beta_of,
-    conv_silu,
-    delta_step,
-    dot_k,
-    in_layout,
-    inverse_norm,
-    log_decay,
-    split_last,
+from kda_kernels._gluon.chunked import prepare_chunk, store_chunk
+from kda_kernels._gluon.inputs import (
+    clamped,
+    load_columns,
+    load_taps,
+    prefetch_l2,
+    qk_rows,
+    store_window,
+    value_of,
 )
+from kda_kernels._gluon.layouts import packed, row_layout, state_layout
+from kda_kernels._triton.arithmetic import beta_of, delta_step, dot_k, in_layout, inverse_norm, log_decay
 from kda_kernels._triton.common import count_row_error, count_slot_error, load_row, load_slot, pdl_wait
-
-
-@gluon.constexpr_function
-def with_taps(layout):
-    """``layout`` of a [R, C] tile extended by a third dimension of 4 values in one thread."""
-    return gl.BlockedLayout(
-        list(layout.size_per_thread) + [4],
-        list(layout.threads_per_warp) + [1],
-        list(layout.warps_per_cta) + [1],
-        [2, 1, 0],
-    )
-
-
-@gluon.jit
-def load_taps(conv_weight, conv_bias, channels, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """(bias fp32, w0, w1, w2, w3) of ``channels`` [R, C]: the 4 taps of a channel are one 8- or 16-byte load."""
-    TAPS: gl.constexpr = with_taps(LAYOUT)
-    tap = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, TAPS)))
-    offsets = gl.convert_layout(channels * 4, gl.SliceLayout(2, TAPS))
-    w0, w1, w2, w3 = split_last(gl.load(conv_weight + offsets[:, :, None] + tap[None, None, :]))
-    if HAS_BIAS:
-        bias = gl.load(conv_bias + channels).to(gl.float32)
-    else:
-        bias = gl.zeros(channels.shape, gl.float32, LAYOUT)
-    return bias, in_layout(w0, LAYOUT), in_layout(w1, LAYOUT), in_layout(w2, LAYOUT), in_layout(w3, LAYOUT)
-
-
-@gluon.jit
-def load_column(x, x_stride, history, token, TAP: gl.constexpr, channels, mask, D: gl.constexpr):
-    """Input column ``token - 3 + TAP`` of ``channels``: of the conv state (oldest first) where that is below 0."""
-    column = (token - 3 + TAP).to(gl.int64)  # times a row stride it can pass 2^31
-    pointer = gl.where(column >= 0, x + column * x_stride + channels, history + (column + 3) * D + channels)
-    return gl.load(pointer, mask=mask, other=0.0)
-
-
-@gluon.jit
-def load_columns(x, x_stride, history, token, channels, mask, D: gl.constexpr, FUSED: gl.constexpr):
-    """The four input columns of each row's token, oldest first; unfused, only the last is loaded and meant."""
-    x3 = load_column(x, x_stride, history, token, 3, channels, mask, D)
-    if FUSED:
-        x0 = load_column(x, x_stride, history, token, 0, channels, mask, D)
-        x1 = load_column(x, x_stride, history, token, 1, channels, mask, D)
-        x2 = load_column(x, x_stride, history, token, 2, channels, mask, D)
-    else:
-        x0 = x3
-        x1 = x3
-        x2 = x3
-    return x0, x1, x2, x3
-
-
-@gluon.jit
-def value_of(columns, taps, FUSED: gl.constexpr, CONTRACT: gl.constexpr):
-    """q, k or v of every row's token: its columns convolved, or what the conv kernel left."""
-    if FUSED:
-        value = conv_silu(
-            taps[0], columns[0], columns[1], columns[2], columns[3], taps[1], taps[2], taps[3], taps[4], CONTRACT
-        )
-    else:
-        value = columns[3]
-    return value
-
-
-@gluon.jit
-def store_window(window, columns, channels, mask, D: gl.constexpr):
-    """The conv state after each row's token; ``window`` points at its entry."""
-    gl.store(window + channels, columns[1], mask=mask)
-    gl.store(window + D + channels, columns[2], mask=mask)
-    gl.store(window + 2 * D + channels, columns[3], mask=mask)
 
 
 @gluon.jit(
@@ -117,19 +53,21 @@ def verify_gluon_kernel(
     BLOCK_V: gl.constexpr, FUSED: gl.constexpr, RING: gl.constexpr, HAS_BIAS: gl.constexpr,
     SAFE_GATE: gl.constexpr, CONTRACT: gl.constexpr, HAS_ROWS: gl.constexpr, COUNT: gl.constexpr, PDL: gl.constexpr,
     CHUNKED: gl.constexpr, INDICES_READY: gl.constexpr,
-    ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr, STAGGER: gl.constexpr,
+    ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr, STATE_FIRST: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     TP: gl.constexpr = max(2, triton.next_power_of_2(T))
+    # Order of the q | k tile's rows, which decides what a thread's rows can share: short drafts do better with taps,
+    # long ones with addresses.
+    PAIRED: gl.constexpr = TP <= 4
     D: gl.constexpr = 2 * H * K + HV * V
     NUM_V: gl.constexpr = V // BLOCK_V
     ACT: gl.constexpr = out.dtype.element_ty
-    STATE: gl.constexpr = gl.BlockedLayout([ROWS_PER_THREAD, 4], [4, 8], [WARPS, 1], [1, 0])
+    STATE: gl.constexpr = state_layout(ROWS_PER_THREAD, WARPS)
     ROWS: gl.constexpr = gl.SliceLayout(1, STATE)
     QK: gl.constexpr = row_layout(2 * TP, K, WARPS, 4)  # 4: the reduction tree's groups
     GATE: gl.constexpr = row_layout(TP, K, WARPS, 1)
     VALUE: gl.constexpr = row_layout(TP, BLOCK_V, WARPS, 1)
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     pid = gl.program_id(0)
     i_v = pid % NUM_V
@@ -137,11 +75,16 @@ def verify_gluon_kernel(
     i_n = pid // (NUM_V * HV)
     i_h = i_hv // (HV // H)
 
-    # Rows of the tiles of inputs are tokens; the q | k tile has q's tokens first, then k's.
+    # Rows of the tiles of inputs are tokens; those of the q | k tile are q and k of a token in turn
+    # (PAIRED), or q's tokens and then k's.
     qk_row = gl.arange(0, 2 * TP, gl.SliceLayout(1, QK))[:, None]
     qk_k = gl.arange(0, K, gl.SliceLayout(0, QK))[None, :]
-    qk_token = qk_row & (TP - 1)
-    is_k = qk_row >= TP
+    if PAIRED:
+        qk_token = qk_row // 2
+        is_k = qk_row % 2 == 1
+    else:
+        qk_token = qk_row & (TP - 1)
+        is_k = qk_row >= TP
     qk_channels = gl.where(is_k, H * K, 0) + i_h * K + qk_k
     v_token = gl.arange(0, TP, gl.SliceLayout(1, VALUE))[:, None]
     v_v = i_v * BLOCK_V + gl.arange(0, BLOCK_V, gl.SliceLayout(0, VALUE))[None, :]
@@ -166,6 +109,11 @@ def verify_gluon_kernel(
     slot, slot_usable = load_slot(slots, i_n, num_slots)
     row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
     if INDICES_READY:
+        if PREFETCH:
+            # Nothing can go stale: L2 is where all SMs and the preceding kernel's stores meet.
+            if slot_usable:
+                head_tile = slot * ssm_state_pitch + (i_hv * V + i_v * BLOCK_V) * K
+                prefetch_l2(ssm_state + head_tile, 4 * BLOCK_V * K)
         pdl_wait(PDL)
     token = i_n.to(gl.int64) * T
     p_out = out + (token * HV + i_hv) * V + state_v
@@ -181,23 +129,33 @@ def verify_gluon_kernel(
     history = x
     if FUSED:
         history = conv_state + slot * conv_state_pitch
-    qk_mask = (qk_token < T) & (qk_k >= 0)
-    v_mask = (v_token < T) & (v_v >= 0)
-    g_mask = (g_token < T) & (g_k >= 0)
-    gate_input = gl.load(a + (token + g_token) * a_stride + i_hv * K + g_k, mask=g_mask, other=0.0)
-    beta_input = gl.load(b + (token + b_token) * b_stride + i_hv, mask=b_token < T, other=0.0)
-    qk_columns = load_columns(x, x_stride, history, qk_token, qk_channels, qk_mask, D, FUSED)
-    v_columns = load_columns(x, x_stride, history, v_token, v_channels, v_mask, D, FUSED)
+    gate_input = gl.load(a + (token + clamped(g_token, T, TP)) * a_stride + i_hv * K + g_k)
+    beta_input = gl.load(b + (token + clamped(b_token, T, TP)) * b_stride + i_hv)
+    qk_columns = load_columns(x, x_stride, history, clamped(qk_token, T, TP), qk_channels, D, FUSED)
+    v_columns = load_columns(x, x_stride, history, clamped(v_token, T, TP), v_channels, D, FUSED)
     head = i_hv * V * K + state_v[:, None] * K + state_k[None, :]
     S = gl.load(ssm_state + slot * ssm_state_pitch + head)
-
+    if STATE_FIRST:
+        # Left alone, the compiler issues the state's loads after the convolution, which waits for the inputs. So the
+        # biases go a way through shared memory, for its barrier: no load can be scheduled after it, and no arithmetic
+        # that needs a bias before it.
+        gate_kept = gl.allocate_shared_memory(
+            gl.float32, [TP, K], packed(2), gate_bias + gl.zeros([TP, K], gl.float32, GATE)
+        )  # fmt: skip
+        if FUSED:
+            qk_kept = gl.allocate_shared_memory(gl.float32, [2 * TP, K], packed(2), qk_taps[0])
+            v_kept = gl.allocate_shared_memory(gl.float32, [TP, BLOCK_V], packed(2), v_taps[0])
+            qk_taps = (qk_kept.load(QK), qk_taps[1], qk_taps[2], qk_taps[3], qk_taps[4])
+            v_taps = (v_kept.load(VALUE), v_taps[1], v_taps[2], v_taps[3], v_taps[4])
+        gate_bias = gate_kept.load(GATE)
     qk_raw = value_of(qk_columns, qk_taps, FUSED, CONTRACT)
     v_raw = value_of(v_columns, v_taps, FUSED, CONTRACT)
     g = log_decay(gate_input.to(gl.float32), gate_bias, rate_log, lower_bound, SAFE_GATE)
     beta = beta_of(beta_input.to(gl.float32))
 
-    # Rows that the v tiles of a head share are written by one tile each, spread over the tiles.
-    qk_owned = qk_mask & (i_hv % (HV // H) == 0) & ((qk_row & (NUM_V - 1)) == i_v)
+    # What the v tiles of a head share is written by one of them each, spread over the tiles.
+    qk_owned = (qk_token < T) & (i_hv % (HV // H) == 0) & (qk_row % NUM_V == i_v) & (qk_k >= 0)
+    v_mask = (v_token < T) & (v_v >= 0)
     if FUSED:
         p_window = window + row * window_pitch
         store_window(p_window + qk_token * (3 * D), qk_columns, qk_channels, qk_owned, D)
@@ -209,19 +167,30 @@ def verify_gluon_kernel(
         gl.store(p_k, qk_raw, mask=qk_owned & is_k & (qk_token < KEPT))
         gl.store(raw_v + slot * raw_v_pitch + (i_hv * L + v_token) * V + v_v, v_raw, mask=v_mask & (v_token < KEPT))
         p_g = ring_g + slot * ring_g_pitch + (i_hv * L + g_token) * K + g_k
-        gl.store(p_g, g, mask=g_mask & (g_token < KEPT) & ((g_token & (NUM_V - 1)) == i_v))
+        gl.store(p_g, g, mask=(g_token < KEPT) & (g_token % NUM_V == i_v) & (g_k >= 0))
         gl.store(ring_beta + slot * ring_beta_pitch + i_hv * L + b_token, beta, mask=(b_token < KEPT) & (i_v == 0))
 
     qk = qk_raw.to(gl.float32)
     qk = qk * in_layout(inverse_norm(dot_k(qk, qk)), gl.SliceLayout(1, QK))[:, None]
     qk = gl.where(is_k, qk, qk * scale)
-    qk_shared = gl.allocate_shared_memory(gl.float32, [2 * TP, K], SHARED, qk)
-    decay_shared = gl.allocate_shared_memory(gl.float32, [TP, K], SHARED, gl.exp(g))
-    v_shared = gl.allocate_shared_memory(gl.float32, [TP, BLOCK_V], SHARED, v_raw.to(gl.float32))
-    beta_shared = gl.allocate_shared_memory(gl.float32, [TP], gl.SwizzledSharedLayout(1, 1, 1, [0]), beta)
+    qk_shared = gl.allocate_shared_memory(gl.float32, [2 * TP, K], packed(2), qk)
+    decay_shared = gl.allocate_shared_memory(gl.float32, [TP, K], packed(2), gl.exp(g))
+    v_shared = gl.allocate_shared_memory(gl.float32, [TP, BLOCK_V], packed(2), v_raw.to(gl.float32))
+    beta_shared = gl.allocate_shared_memory(gl.float32, [TP], packed(1), beta)
+    if STATE_FIRST:
+        # Memory that is reused up to here would take another barrier.
+        gate_kept._keep_alive()
+        if FUSED:
+            qk_kept._keep_alive()
+            v_kept._keep_alive()
+    if CHUNKED:
+        q_rows, k_rows = qk_rows(qk_shared, PAIRED)
+        w_shared, c_shared = prepare_chunk(q_rows, k_rows, decay_shared, beta_shared, T, TP, K, WARPS)
+        store_chunk(S, w_shared, c_shared, v_shared, p_out, HV * V, T, TP, STATE, WARPS)
+        return
     for t in gl.static_range(T):
-        q = qk_shared.slice(t, 1).load(STATE)
-        k = qk_shared.slice(TP + t, 1).load(STATE)
+        q = qk_shared.slice(2 * t if PAIRED else t, 1).load(STATE)
+        k = qk_shared.slice(2 * t + 1 if PAIRED else TP + t, 1).load(STATE)
         decay = decay_shared.slice(t, 1).load(STATE)
         v = gl.sum(v_shared.slice(t, 1).permute([1, 0]).load(STATE), 1)
         beta_t = gl.sum(beta_shared.reshape([1, TP]).slice(t, 1, 1).load(STATE), 1)

@@ -25,15 +25,21 @@ from kda_kernels._triton.arithmetic import dot_k, in_layout
 
 
 @triton.jit
+def _nothing():
+    """-0.0, the one value that changes no other when added. A literal would not do: Triton makes 0.0 of it."""
+    return tl.cast(-2147483648, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def row_of(tile, t_index, t):
-    """Row t of a tile [R, N] -> [N]. Exact: -0.0 is the one value that changes no other when added."""
-    return tl.sum(tl.where(t_index == t, tile, -0.0), 0)
+    """Row t of a tile [R, N] -> [N], exactly."""
+    return tl.sum(tl.where(t_index == t, tile, _nothing()), 0)
 
 
 @triton.jit
 def column_of(tile, s_index, s):
-    """Column s of a tile [R, N] -> [R]."""
-    return tl.sum(tl.where(s_index == s, tile, -0.0), 1)
+    """Column s of a tile [R, N] -> [R], exactly."""
+    return tl.sum(tl.where(s_index == s, tile, _nothing()), 1)
 
 
 @triton.jit
@@ -65,6 +71,18 @@ def coupling(keys, k, q, beta):
 
 
 @triton.jit
+def add_scaled(X, factor, row, where):
+    """``X + factor * row`` where ``where`` holds, X elsewhere, whatever ``factor`` and ``row`` are there."""
+    return tl.where(where, tl.fma(factor, row, X), X)
+
+
+@triton.jit
+def eliminate(M, a_row, r, t_index, s_index):
+    """One step of `solve_chunk`: column r of M is final, take its share out of the columns before. a_row: [1, TP]."""
+    return add_scaled(M, -column_of(M, s_index, r)[:, None], a_row, (t_index >= r) & (s_index < r))
+
+
+@triton.jit
 def solve_chunk(A, B, t_index, s_index, T: tl.constexpr):
     """M of ``M (I + A) = B``, by columns from the last. A: [TP, TP], below its diagonal; B: with its diagonal.
 
@@ -72,8 +90,7 @@ def solve_chunk(A, B, t_index, s_index, T: tl.constexpr):
     that is not finite in a later token's row cannot reach it. What stands above the diagonal is neither read nor kept.
     """
     for r in tl.static_range(T - 1, 0, -1):
-        update = tl.fma(-column_of(B, s_index, r)[:, None], row_of(A, t_index, r)[None, :], B)
-        B = tl.where((t_index >= r) & (s_index < r), update, B)
+        B = eliminate(B, row_of(A, t_index, r)[None, :], r, t_index, s_index)
     return B
 
 
@@ -86,8 +103,7 @@ def add_earlier(X, C, Y, t_index, s_index, T: tl.constexpr, ROWS: tl.constexpr =
     """
     for s in tl.static_range(T):
         factor = in_layout(column_of(C, s_index, s), ROWS)
-        update = tl.fma(factor[:, None], row_of(Y, t_index, s)[None, :], X)
-        X = tl.where(t_index >= s, update, X)
+        X = add_scaled(X, factor[:, None], row_of(Y, t_index, s)[None, :], t_index >= s)
     return X
 
 

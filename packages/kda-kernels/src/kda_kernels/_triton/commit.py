@@ -5,8 +5,7 @@ import triton.language as tl
 
 from kda_kernels._triton.arithmetic import delta_step, l2_normalise
 from kda_kernels._triton.common import (
-    ACCEPT_ERROR,
-    count_error,
+    count_accept_error,
     count_row_error,
     count_slot_error,
     load_accept,
@@ -47,7 +46,7 @@ def fold_kernel(
     accept, valid = load_accept(accept_lens, i_n, limit)
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
-        count_error(errors, ACCEPT_ERROR, first & usable & (not valid), COUNT)
+        count_accept_error(errors, usable & (not valid), first, COUNT)
         return
     if HAS_TRACK:
         track_slot, track_step, track = load_track(
@@ -100,7 +99,7 @@ def scatter_kernel(
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
         count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
-        count_error(errors, ACCEPT_ERROR, first & usable & (not valid), COUNT)
+        count_accept_error(errors, usable & (not valid), first, COUNT)
         return
     offsets = (pid % NUM_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offsets < N

@@ -1,14 +1,13 @@
-"""Pieces that every kernel begins with: PDL, the slot, row and accept length of a batch position, counting bad ones."""
+"""Pieces that every kernel begins with: PDL, the slot, row and accept length of a batch position, counting bad ones.
+
+Constants that helpers need are defaults of parameters, not globals: a global constant in a helper makes Triton's cache
+key of the kernel depend on which kernel was compiled first, and a warm disk cache miss.
+"""
 
 import triton
 import triton.language as tl
 
 from kda_kernels.errors import ErrorKind
-
-SLOT_ERROR = tl.constexpr(int(ErrorKind.SLOT))
-ROW_ERROR = tl.constexpr(int(ErrorKind.ROW))
-ACCEPT_ERROR = tl.constexpr(int(ErrorKind.ACCEPT))
-TRACK_SLOT_ERROR = tl.constexpr(int(ErrorKind.TRACK_SLOT))
 
 
 @triton.jit
@@ -55,23 +54,37 @@ def load_accept(accept_lens, i, limit):
 
 
 @triton.jit
-def count_slot_error(errors, slot, num_slots, first, COUNT: tl.constexpr):
+def count_slot_error(
+    errors, slot, num_slots, first, COUNT: tl.constexpr, KIND: tl.constexpr = int(ErrorKind.SLOT)
+):  # fmt: skip
     """Count, by program ``first`` of the batch position, a slot outside the pool; -1 is padding, not an error."""
-    count_error(errors, SLOT_ERROR, first & ((slot < -1) | (slot >= num_slots)), COUNT)
+    count_error(errors, KIND, first & ((slot < -1) | (slot >= num_slots)), COUNT)
 
 
 @triton.jit
-def count_row_error(errors, row, num_rows, first, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr):
+def count_row_error(
+    errors, row, num_rows, first, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr,
+    KIND: tl.constexpr = int(ErrorKind.ROW),
+):  # fmt: skip
     """Count, by program ``first`` of the batch position, a given row outside the buffers."""
     if HAS_ROWS:
-        count_error(errors, ROW_ERROR, first & ((row < 0) | (row >= num_rows)), COUNT)
+        count_error(errors, KIND, first & ((row < 0) | (row >= num_rows)), COUNT)
 
 
 @triton.jit
-def load_track(track_slots, track_steps, i, accept, num_slots, errors, first, COUNT: tl.constexpr):
+def count_accept_error(errors, bad, first, COUNT: tl.constexpr, KIND: tl.constexpr = int(ErrorKind.ACCEPT)):
+    """Count, by program ``first`` of the batch position, an accept length outside its range."""
+    count_error(errors, KIND, first & bad, COUNT)
+
+
+@triton.jit
+def load_track(
+    track_slots, track_steps, i, accept, num_slots, errors, first, COUNT: tl.constexpr,
+    KIND: tl.constexpr = int(ErrorKind.TRACK_SLOT),
+):  # fmt: skip
     """(slot int64, step, wanted): a second slot that gets the state after ``step``, if in the accepted prefix."""
     slot = tl.load(track_slots + i).to(tl.int64)
     step = tl.load(track_steps + i).to(tl.int64)
     bad = (slot < -1) | (slot >= num_slots)
-    count_error(errors, TRACK_SLOT_ERROR, first & (accept > 0) & bad, COUNT)
+    count_error(errors, KIND, first & (accept > 0) & bad, COUNT)
     return slot, step.to(tl.int32), (slot >= 0) & (slot < num_slots) & (step >= 0) & (step < accept)

@@ -77,14 +77,16 @@ def _suffix(config: LaunchConfig | None) -> str:
     return f" bv{config.block_v}.w{config.num_warps}{rows}"
 
 
-def _verify(lane: str, form: str, config: LaunchConfig | None) -> Callable[[VerifyProblem], torch.Tensor]:
+def _verify(
+    lane: str, form: str, config: LaunchConfig | None, indices_ready: bool
+) -> Callable[[VerifyProblem], torch.Tensor]:
     op = verify_fused if lane.startswith("fused") else verify_unfused
 
     def run(p: VerifyProblem) -> torch.Tensor:
         return op(
             p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=p.record(lane_mode(lane)),
             slots=p.slots, draft_tokens=p.draft_tokens, config=config, errors=p.errors, workspace=p.workspace,
-            form=form,
+            form=form, indices_ready=indices_ready,
         )  # fmt: skip
 
     return run
@@ -107,6 +109,7 @@ def our_arms(
     sweep_configs: bool,
     nvidia: bool = False,
     forms: Iterable[str] = (RECURRENT,),
+    indices_ready: bool = False,
 ) -> list[Arm]:
     """Our lanes in each form that they have, in the default configuration or (fused lanes) in every one."""
     arms = []
@@ -120,7 +123,7 @@ def our_arms(
         if sweep_configs and lane.startswith("fused"):
             configs += launch_configs(shape, nvidia)
         for config in configs:
-            arm = Arm("", OURS, lane, mode, _verify(lane, form, config), _commit(mode), config, form)
+            arm = Arm("", OURS, lane, mode, _verify(lane, form, config, indices_ready), _commit(mode), config, form)
             arms.append(replace(arm, name=f"{OURS} {arm.column}{_suffix(config)}"))
     return arms
 

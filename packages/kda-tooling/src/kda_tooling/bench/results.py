@@ -14,9 +14,9 @@ from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.settings import KINDS, MAX_BATCH, MAX_DRAFT_TOKENS, SweepSettings
 
 SCHEMA = 1
-OPTIONAL_SETTINGS = frozenset({"forms"})
+OPTIONAL_SETTINGS = frozenset({"forms", "indices_ready"})
 SETTINGS = frozenset(field.name for field in fields(SweepSettings)) - OPTIONAL_SETTINGS
-"""What a result states of the settings: all of them, but ``forms`` only where they are not the recurrent one alone."""
+"""What a result states of the settings: all of them, but the optional ones only where they are not the default."""
 
 SHAPE = frozenset(field.name for field in fields(KdaShape))
 MODES = ("ring", "snapshots")

@@ -42,6 +42,7 @@ class SweepSettings:
         passes: interleaved passes.
         peers: NAME=PATH of other projects' kernels.
         seed: of the random inputs.
+        indices_ready: our lanes are told that the kernel before them writes no index (see `kda_kernels.verify_fused`).
 
     Raises:
         ValueError: a value is unknown, below its least, or impossible; the message names the option.
@@ -62,6 +63,7 @@ class SweepSettings:
     passes: int = 9
     peers: tuple[str, ...] = ()
     seed: int = 0
+    indices_ready: bool = False
 
     def __post_init__(self) -> None:
         unknown = [lane for lane in self.lanes if lane not in LANES]
@@ -115,6 +117,8 @@ class SweepSettings:
 
     def _check_kind(self) -> None:
         """What is asked must have an effect on what is measured."""
+        if self.indices_ready and self.kind == "commit":
+            raise ValueError("--indices-ready is of verify, and --commit times none: leave one of them out")
         if self.accept is not None:
             if self.kind == "verify":
                 raise ValueError("--accept is the length of a commit: give --round or --commit with it")
@@ -181,6 +185,7 @@ def command_of(settings: dict[str, Any]) -> str:
     words += [] if settings["kind"] == "verify" else [f"--{settings['kind']}"]
     add("--accept", settings["accept"], None)
     words += ["--hot"] if settings["hot"] else []
+    words += ["--indices-ready"] if settings.get("indices_ready") else []
     add("--passes", settings["passes"], default.passes)
     add("--seed", settings["seed"], default.seed)
     if settings["peers"]:

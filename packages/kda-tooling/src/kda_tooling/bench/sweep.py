@@ -34,7 +34,9 @@ HOT_ROUNDS = 16
 def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer]) -> list[Arm]:
     """The arms of a cell, ours first."""
     nvidia = problem.slots.device.type == "cuda" and torch.version.hip is None
-    arms = our_arms(settings.shape, settings.lanes, settings.sweep_configs, nvidia, settings.forms)
+    arms = our_arms(
+        settings.shape, settings.lanes, settings.sweep_configs, nvidia, settings.forms, settings.indices_ready
+    )
     for peer in peers:
         arms += peer_arms(peer, problem)
     return arms
@@ -175,5 +177,7 @@ def run_sweep(settings: SweepSettings, on_cell: Callable[[int, int], None] = lam
     described = asdict(settings) | {"peers": [spec.partition("=")[0] for spec in settings.peers]}
     if settings.forms == DEFAULT_FORMS:
         del described["forms"]  # as results without this setting are stored: they are of the recurrent form
+    if not settings.indices_ready:
+        del described["indices_ready"]  # likewise
     described = json.loads(json.dumps(described))  # tuples to lists: equal to what is read back from JSON
     return SweepResult(machine, described, {peer.name: peer.version for peer in peers}, cells)

@@ -46,15 +46,21 @@ def compile_jobs(
     batches = sorted(settings.batch_sizes)
     jobs = []
     for draft_tokens, cell in arms.items():
-        smallest: dict[LaunchConfig, int] = {}
+        smallest: dict[tuple[str, LaunchConfig], int] = {}
         for batch in batches:
-            smallest.setdefault(default_verify_config(settings.shape, batch, draft_tokens, where), batch)
+            for form in settings.forms:
+                chosen = default_verify_config(
+                    settings.shape, batch, draft_tokens, where, form=form, indices_ready=settings.indices_ready
+                )
+                smallest.setdefault((form, chosen), batch)
         for index, arm in enumerate(cell):
             if arm.owner != OURS:
-                chosen = batches
+                sizes = batches
+            elif arm.config is not None:
+                sizes = batches[:1]
             else:
-                chosen = batches[:1] if arm.config is not None else list(smallest.values())
-            jobs += [(draft_tokens, batch, index) for batch in chosen]
+                sizes = [batch for (form, _), batch in smallest.items() if form == arm.form]
+            jobs += [(draft_tokens, batch, index) for batch in sizes]
     return jobs
 
 

@@ -89,6 +89,9 @@ def sweep(
     hot: Annotated[
         bool, typer.Option("--hot/--cold", help="One argument set over and over, or rotate past 3x the L2 (default).")
     ] = False,
+    indices_ready: Annotated[
+        bool, typer.Option("--indices-ready", help="Declare slots and rows unwritten by the kernel before (PDL).")
+    ] = False,
     passes: Annotated[int, typer.Option(help="Interleaved passes, odd.")] = 9,
     peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
@@ -115,6 +118,7 @@ def sweep(
             dtype=dtype, lower_bound=bound, bias=bias, forms=forms,
             kind="round" if round_ else "commit" if commit else "verify", accept=accept,
             sweep_configs=sweep_bv, hot=hot, passes=passes, peers=tuple(peer), seed=seed,
+            indices_ready=indices_ready,
         )  # fmt: skip
         for spec in settings.peers:
             load_peer(spec)

@@ -2,8 +2,9 @@
 
 * A kernel writes exactly the buffers its record asks for: ring-off code carries no ring stores, ring code no snapshot
   stores, and verify never writes conv_state or ssm_state.
-* With PDL, nothing but layer parameters is read before the wait on the preceding kernel; without it, there is no
-  wait at all. ptxas may move code, so the machine code is held to the same number of early loads.
+* With PDL, nothing but layer parameters is read before the wait on the preceding kernel, and slots and rows where they
+  are declared ready; without it, there is no wait at all. ptxas may move code, so the machine code is held to the
+  same number of early loads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from kda_tooling.compiling.stats import sass_of, sass_opcodes
 RING_BUFFERS = frozenset({"raw_v", "raw_k", "ring_g", "ring_beta"})
 SNAPSHOT_BUFFERS = frozenset({"snapshots"})
 LAYER_PARAMETERS = frozenset({"conv_weight", "conv_bias", "A_log", "dt_bias"})
+INDICES = frozenset({"slots", "rows"})
+"""May be read early by a kernel with ``INDICES_READY``: its caller, or the conv kernel before it, vouches for them."""
+
 COUNTERS = frozenset({"errors"})
 """Written by every kernel that was given an error tensor."""
 
@@ -59,35 +63,41 @@ def inspect(variant: CompiledVariant, label: str, record: str) -> Inspection | N
         return None
     flow = memory_flow(variant)
     pdl = bool(variant.options.get("launch_pdl", False))
-    broken = broken_rules(flow, expected_stores(label, record), pdl=pdl)
+    ready = INDICES if variant.constexprs.get("INDICES_READY") else frozenset[str]()
+    broken = broken_rules(flow, expected_stores(label, record), pdl=pdl, ready=ready)
     if pdl and flow.waits:
         broken += _moved_loads(sass_opcodes(sass_of(variant)), flow)
     early = {name for access in flow.early_loads for name in access.arguments}
     return Inspection(tuple(sorted(flow.stored)), tuple(sorted(early)), flow.waits, tuple(broken))
 
 
-def broken_rules(flow: MemoryFlow, wanted: frozenset[str], *, pdl: bool) -> list[str]:
-    """A sentence for each rule broken by a kernel that must write ``wanted`` and is launched with or without PDL."""
+def broken_rules(
+    flow: MemoryFlow, wanted: frozenset[str], *, pdl: bool, ready: frozenset[str] = frozenset()
+) -> list[str]:
+    """A sentence for each rule broken by a kernel that must write ``wanted`` and is launched with or without PDL.
+
+    ``ready``: arguments besides layer parameters that it may read before the wait.
+    """
     broken = []
     stored = flow.stored - COUNTERS
     if stored - wanted:
         broken.append(f"stores through {', '.join(sorted(stored - wanted))}, which it must not write")
     if wanted - stored:
         broken.append(f"never stores to {', '.join(sorted(wanted - stored))}, which it must write")
-    return broken + (_broken_pdl_rules(flow) if pdl else _no_pdl_rules(flow))
+    return broken + (_broken_pdl_rules(flow, ready) if pdl else _no_pdl_rules(flow))
 
 
 def _no_pdl_rules(flow: MemoryFlow) -> list[str]:
     return ["has griddepcontrol instructions although PDL is off"] if flow.waits or flow.launches else []
 
 
-def _broken_pdl_rules(flow: MemoryFlow) -> list[str]:
+def _broken_pdl_rules(flow: MemoryFlow, ready: frozenset[str]) -> list[str]:
     if not flow.waits:
         return ["is launched with PDL but never waits for the preceding kernel"]
     broken = []
     if not flow.wait_in_entry:
         broken.append("waits for the preceding kernel only after a branch")
-    early = {name for access in flow.early_loads for name in access.arguments} - LAYER_PARAMETERS
+    early = {name for access in flow.early_loads for name in access.arguments} - LAYER_PARAMETERS - ready
     if early:
         broken.append(f"reads {', '.join(sorted(early))} before waiting for the preceding kernel")
     if any(not access.after_wait for access in flow.stores):

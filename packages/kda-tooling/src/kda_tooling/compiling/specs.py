@@ -27,7 +27,20 @@ from kda_kernels import (
     verify_unfused,
 )
 from kda_kernels.aot import TARGETS
-from kda_kernels.defaults import FEW_HEADS, MANY_HEADS, MANY_HEADS_LONG_DRAFT, PORTABLE, SOME_HEADS
+from kda_kernels.defaults import (
+    FEW_HEADS,
+    FEW_HEADS_LONG_DRAFT,
+    FOLD_LONG,
+    FOLD_SHORT,
+    LONE_HEADS,
+    MANY_HEADS,
+    MANY_HEADS_LONG_DRAFT,
+    MANY_HEADS_STATE_FIRST,
+    PORTABLE,
+    PORTABLE_LONG_CHUNK,
+    SOME_HEADS,
+    SOME_HEADS_STATE_FIRST,
+)
 
 KERNELS = ("conv", "recurrence", "fused", "fold", "scatter_conv", "scatter_snapshots")
 """Kernels by the name that the report, the budget and ``--kernel`` use."""
@@ -66,6 +79,8 @@ class CompileSpec:
         pdl: None for the target's default, False for off.
         track: commit ops: with tracking slots.
         rows: with rows given, instead of 0..B-1.
+        chunked: verify in the chunked form.
+        indices_ready: slots and rows are declared ready before the PDL wait.
     """
 
     op: str
@@ -81,6 +96,8 @@ class CompileSpec:
     pdl: bool | None = None
     track: bool = False
     rows: bool = False
+    chunked: bool = False
+    indices_ready: bool = False
 
     @property
     def name(self) -> str:
@@ -91,6 +108,7 @@ class CompileSpec:
         parts += ["" if self.bias else "nobias", "" if self.safe_gate else "standard"]
         parts += [_config_name(self.config)]
         parts += ["track" if self.track else "", "rows" if self.rows else "", "nopdl" if self.pdl is False else ""]
+        parts += ["chunked" if self.chunked else "", "ready" if self.indices_ready else ""]
         return "-".join(part for part in parts if part)
 
     @property
@@ -120,7 +138,8 @@ def _config_name(config: LaunchConfig | None) -> str:
     if config is None:
         return ""
     rows = "" if config.rows_per_thread is None else f"r{config.rows_per_thread}"
-    return f"v{config.block_v}w{config.num_warps}{rows}"
+    flags = ("e" if config.state_first else "") + ("p" if config.prefetch else "")
+    return f"v{config.block_v}w{config.num_warps}{rows}{flags}"
 
 
 def _config(spec: CompileSpec) -> LaunchConfig:
@@ -157,6 +176,8 @@ def _call_verify(spec: CompileSpec) -> None:
         rows=_rows(spec),
         config=_config(spec),
         errors=new_error_counts("cpu"),
+        form="chunked" if spec.chunked else "recurrent",
+        indices_ready=spec.indices_ready,
     )
 
 
@@ -215,7 +236,7 @@ def _verify_specs(record: str, **knobs: Any) -> list[CompileSpec]:
 
 
 FOLD_TILE = LaunchConfig(block_v=64, num_warps=4, rows_per_thread=4)
-"""Of the Gluon fold: half a head of V = 128."""
+"""Of the Gluon fold, the largest: half a head of V = 128."""
 
 _OTHER: dict[str, Any] = {"head_dim": 64, "dtype": "fp16", "fp32_weight": True, "bias": False, "safe_gate": False}
 """The other value of every yes-or-no choice, in one configuration."""
@@ -231,15 +252,28 @@ _EVERYWHERE = [
 
 _NVIDIA = [
     *_verify_specs("ring", config=FEW_HEADS),
-    CompileSpec("verify_fused", "ring", config=MANY_HEADS),
-    CompileSpec("verify_fused", "snapshots", config=MANY_HEADS),
-    CompileSpec("fold", config=FOLD_TILE),
+    CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST),
+    CompileSpec("verify_fused", "snapshots", config=MANY_HEADS_STATE_FIRST),
+    CompileSpec("verify_fused", "ring", config=MANY_HEADS, chunked=True),
+    CompileSpec("fold", config=FOLD_SHORT),
 ]
 
 _SM90 = [
     *_verify_specs("ring", config=SOME_HEADS),
     *_verify_specs("snapshots", config=SOME_HEADS),
-    CompileSpec("verify_unfused", "ring", config=MANY_HEADS),
+    CompileSpec("verify_unfused", "ring", config=MANY_HEADS_STATE_FIRST),
+    *_verify_specs("ring", draft_tokens=3, config=MANY_HEADS),
+    CompileSpec("verify_fused", "ring", config=LONE_HEADS, indices_ready=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=LONE_HEADS),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=FEW_HEADS_LONG_DRAFT, rows=True, indices_ready=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=SOME_HEADS),
+    *_verify_specs("ring", config=FEW_HEADS, chunked=True),
+    CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=LONE_HEADS, chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=SOME_HEADS_STATE_FIRST, chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=MANY_HEADS_LONG_DRAFT, chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=MANY_HEADS, chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=16, config=PORTABLE_LONG_CHUNK, chunked=True),
     *_verify_specs("ring", draft_tokens=8, config=MANY_HEADS_LONG_DRAFT),
     *_verify_specs("ring", draft_tokens=1, config=FEW_HEADS),
     CompileSpec("verify_fused", "ring", config=FEW_HEADS, **_OTHER),
@@ -255,10 +289,13 @@ _SM90 = [
     *_verify_specs("ring", pdl=False),
     CompileSpec("verify_fused", "snapshots", rows=True),
     CompileSpec("fold", head_dim=64, dtype="fp16"),
+    CompileSpec("verify_fused", "ring", chunked=True),
     CompileSpec("fold", draft_tokens=8, track=True),
     CompileSpec("fold", config=LaunchConfig(8, 1)),
     CompileSpec("fold", config=LaunchConfig(32, 8)),
     CompileSpec("fold", config=LaunchConfig(16, 1, rows_per_thread=4)),
+    CompileSpec("fold", config=FOLD_TILE),
+    CompileSpec("fold", draft_tokens=8, config=FOLD_LONG),
     CompileSpec("fold", head_dim=64, dtype="fp16", config=FOLD_TILE),
     CompileSpec("fold", heads=(4, 8), draft_tokens=8, track=True, config=FOLD_TILE),
     CompileSpec("fold", pdl=False, config=FOLD_TILE),
