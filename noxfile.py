@@ -113,6 +113,15 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+def sanitize(session: nox.Session) -> None:
+    """Every kernel at small shapes under compute-sanitizer: memcheck, racecheck, initcheck. Needs a GPU."""
+    DevEnvironment.python(session, "-m", "tests.sanitize", env=COMPILED)  # compiles, so that no tool sees a compiler
+    for tool in session.posargs or ("memcheck", "racecheck", "initcheck"):
+        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(DevEnvironment.bin / "python"))
+        session.run(*command, "-m", "tests.sanitize", env=COMPILED, external=True)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
 def compile(session: nox.Session) -> None:
     """Compile every kernel ahead of time for seven GPU targets, no GPU needed, and check the resource budget."""
     DevEnvironment.python(session, "-m", "kda_tooling", "compile-report", "--check", *session.posargs, env=COMPILED)

@@ -150,8 +150,10 @@ CORNERS = [
 ]
 ALL_CONFIGS: list[Any] = [
     pytest.param(case, config, id=f"{case.id}-{config_id(config)}")
-    for case, configs in ((K128, every_config(128)), (K64, [c for c in CORNERS if c.block_v <= 64]),
-                          (K128_LONG, CORNERS), (replace(K128, T=8), CORNERS), (replace(K128, T=1), CORNERS))
+    for case, configs in (
+        (K128, every_config(128)), (K64, [c for c in CORNERS if c.block_v <= 64]), (replace(K128, T=8), CORNERS),
+        (replace(K128, T=1), CORNERS), (K128_LONG, [c for c in CORNERS if c.rows_per_thread is None]),
+    )
     for config in configs
 ]  # fmt: skip
 

@@ -110,10 +110,9 @@ def verify_gluon_kernel(
     row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
     if INDICES_READY:
         if PREFETCH:
-            # Nothing can go stale: L2 is where all SMs and the preceding kernel's stores meet.
-            if slot_usable:
-                head_tile = slot * ssm_state_pitch + (i_hv * V + i_v * BLOCK_V) * K
-                prefetch_l2(ssm_state + head_tile, 4 * BLOCK_V * K)
+            # Nothing can go stale: L2 is where all SMs and the preceding kernel's stores meet. No branch before a wait.
+            tile = slot * ssm_state_pitch + (i_hv * V + i_v * BLOCK_V) * K
+            prefetch_l2(ssm_state + tile, slot_usable, 4 * BLOCK_V * K)
         pdl_wait(PDL)
     token = i_n.to(gl.int64) * T
     p_out = out + (token * HV + i_hv) * V + state_v
