@@ -84,10 +84,14 @@ def store_window(window, columns, channels, mask, D: gl.constexpr):
 
 @gluon.jit
 def prefetch_l2(pointer, wanted, BYTES: gl.constexpr):
-    """Ask for BYTES from ``pointer`` on to be brought into L2 where ``wanted``. One thread asks, nothing waits."""
+    """Ask for BYTES from ``pointer`` on to be brought into L2 where ``wanted``. One thread asks, nothing waits.
+
+    The instruction takes multiples of 16 bytes: an odd slot pitch starts within the first of them.
+    """
     gl.inline_asm_elementwise(
-        "{ .reg .pred first, asks; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
-        "setp.ne.and.s32 asks, $2, 0, first; @asks cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+        "{ .reg .pred first, asks; .reg .u32 thread; .reg .b64 start; and.b64 start, $1, -16; "
+        "mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; setp.ne.and.s32 asks, $2, 0, first; "
+        "@asks cp.async.bulk.prefetch.L2.global [start], $3; mov.b32 $0, 0; }",
         "=r,l,r,r", [pointer.to(gl.int64), wanted.to(gl.int32), BYTES], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
