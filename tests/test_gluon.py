@@ -134,13 +134,13 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
             for batch in batches
         ]
 
-    assert chosen(4, 1, 8, 9, 24, 25, 256) == [FEW_HEADS] * 2 + [SOME_HEADS] * 2 + [MANY_HEADS_STATE_FIRST] * 2
+    assert chosen(4, 1, 8, 9, 16, 17, 256) == [FEW_HEADS] * 2 + [SOME_HEADS] * 2 + [MANY_HEADS_STATE_FIRST] * 2
     assert chosen(3, 1, 24, 25) == chosen(1, 1, 24, 25) == [FEW_HEADS, FEW_HEADS, MANY_HEADS]
-    assert chosen(8, 2, 3, 8, 9, 24) == [LONE_HEADS, *[FEW_HEADS_LONG_DRAFT] * 2, *[SOME_HEADS] * 2]
-    assert chosen(8, 25) == chosen(5, 256) == chosen(16, 64) == [MANY_HEADS_LONG_DRAFT]
+    assert chosen(8, 2, 3, 8, 9, 16) == [LONE_HEADS, *[FEW_HEADS_LONG_DRAFT] * 2, *[SOME_HEADS] * 2]
+    assert chosen(8, 17) == chosen(5, 256) == chosen(16, 64) == [MANY_HEADS_LONG_DRAFT]
     assert chosen(4, 2, 3, ready=True) == [LONE_HEADS, FEW_HEADS]
     assert chosen(4, 8, 9, 25, form="chunked") == [FEW_HEADS, MANY_HEADS, MANY_HEADS_STATE_FIRST]
-    assert chosen(8, 8, 24, 25, form="chunked") == [SOME_HEADS_STATE_FIRST, MANY_HEADS_LONG_DRAFT, MANY_HEADS]
+    assert chosen(8, 8, 16, 17, form="chunked") == [SOME_HEADS_STATE_FIRST, MANY_HEADS_LONG_DRAFT, MANY_HEADS]
     assert chosen(9, 1, 64, form="chunked") == [PORTABLE_LONG_CHUNK] * 2
     assert default_verify_config(narrow, 64, 8, device) == SOME_HEADS
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("hip", 942))

@@ -32,15 +32,15 @@ MANY_HEADS_LONG_DRAFT = LaunchConfig(128, 8, rows_per_thread=4, max_registers=12
 
 _RECURRENT: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
     3: ((192, FEW_HEADS), (0, MANY_HEADS)),
-    4: ((64, FEW_HEADS), (192, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
-    0: ((16, LONE_HEADS), (64, FEW_HEADS_LONG_DRAFT), (192, SOME_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
+    4: ((64, FEW_HEADS), (132, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+    0: ((16, LONE_HEADS), (64, FEW_HEADS_LONG_DRAFT), (132, SOME_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
 }
 _CHUNKED: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((64, FEW_HEADS), (192, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
-    0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (192, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
+    4: ((64, FEW_HEADS), (132, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+    0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (132, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
 }
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
-measured batch sizes; 192 is where eight-warp programs of half a head would need a second wave on 132 SMs."""
+measured batch sizes; 132 is where eight-warp programs of half a head, two to an SM, would need a second wave on 132 SMs."""
 
 
 def default_verify_config(
