@@ -62,8 +62,8 @@ def check_outputs(problem: Problem, outcome: Problem) -> None:
         assert_close(out, (low + high) / 2, (high - low) / 2, f"output of request {i}")
         sure.append(low == high)
         assert np.median(bound) < 1e-4 * np.abs(trace.out).max()
-    # Fewer where a SiLU output of the case lies near a rounding tie, which makes a token's bounds wide, and in fp16, whose
-    # 11 bits are 8 times finer than bf16's: 0.43 is the least of 36 cases.
+    # Fewer where a SiLU output of the case lies near a rounding tie, which makes a token's bounds wide, and in fp16,
+    # whose steps are 8 times finer than bf16's: 0.43 is the least of 36 cases.
     assert np.mean(sure) >= 1 / 3, "bounds that wide prove little"
 
 

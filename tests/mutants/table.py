@@ -69,9 +69,9 @@ MUTANTS = (
         "accept-zero-folds",
         COMMIT,
         "    if not (usable & valid & (accept > 0)):\n"
-        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_error(",
+        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_accept_error(",
         "    accept = tl.maximum(accept, tl.where(usable, 1, 0))\n    if not (usable & valid):\n"
-        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_error(",
+        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_accept_error(",
         "test_cases_accept.py::test_A1_accept_zero_leaves_everything_of_that_slot[B3-T2-H1-HV2-K64-bf16]",
         "accept 0 leaves the slot as it is",
     ),
@@ -207,8 +207,8 @@ MUTANTS = (
     Mutant(
         "chunk-looks-ahead",
         CHUNKED,
-        "        X = tl.where(t_index >= s, update, X)",
-        "        X = update",
+        "row_of(Y, t_index, s)[None, :], t_index >= s)",
+        "row_of(Y, t_index, s)[None, :], t_index >= 0)",
         "test_chunked_bits.py::test_a_later_token_that_is_not_finite_reaches_no_earlier_one"
         "[B2-T5-H1-HV2-K64-bf16-nan-fused]",
         "a coefficient of 0 times a later token's NaN is NaN: a token takes no part, not a part of 0",
@@ -216,8 +216,8 @@ MUTANTS = (
     Mutant(
         "chunk-solve-looks-ahead",
         CHUNKED,
-        "        B = tl.where((t_index >= r) & (s_index < r), update, B)",
-        "        B = tl.where(s_index < r, update, B)",
+        "a_row, (t_index >= r) & (s_index < r))",
+        "a_row, s_index < r)",
         "test_chunked_bits.py::test_a_later_token_that_is_not_finite_reaches_no_earlier_one"
         "[B2-T5-H1-HV2-K64-bf16-nan-unfused]",
         "rows of the triangular system above r have nothing to do with token r",
