@@ -1,0 +1,172 @@
+"""The lanes of verify, and which one to take while there are no measured tables: the conservative rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig, Ring, Snapshots
+from kda_kernels._launch import current_target, device_reason
+from kda_kernels.checks import ring_reason
+
+MODES = ("ring", "snapshots")
+LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
+REFERENCE_LANE = "reference"
+
+FUSED_ARCHS = (90, 100, 103)
+"""Where the field measured a fused lane faster, with a ring and for a lone request."""
+
+OLDEST_ARCH = 80
+"""The first NVIDIA architecture with bf16 arithmetic."""
+
+
+def lane_mode(lane: str) -> str:
+    """The state mode that a lane of `LANES` needs: "ring" or "snapshots"."""
+    if lane not in LANES:
+        raise ValueError(f"lane must be one of {LANES}, got {lane!r}")
+    return "ring" if lane.endswith("+ring") else "snapshots"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels would run on.
+
+    Args:
+        backend: "cuda", "hip", "interpreter" (Triton's, on the CPU), or a device type that runs no kernels ("cpu").
+        arch: 90 for sm90, and so on; 0 where the backend is not "cuda".
+    """
+
+    backend: str
+    arch: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """The target of tensors on ``device``, in this process."""
+        if device_reason(device) is not None:
+            return cls(device.type)
+        return cls(*current_target(device))
+
+    def __str__(self) -> str:
+        return f"sm{self.arch}" if self.backend == "cuda" else self.backend
+
+
+@dataclass(frozen=True)
+class LaneChoice:
+    """A lane for a verify and why.
+
+    Args:
+        lane: one of `LANES`, or "reference" where no kernel can run.
+        config: launch configuration, or None for the kernels' own default.
+        reason: a sentence for people.
+    """
+
+    lane: str
+    config: LaunchConfig | None
+    reason: str
+
+
+def choose_lane(
+    shape: KdaShape,
+    *,
+    mode: str,
+    batch: int,
+    draft_tokens: int,
+    target: Target,
+    form: str = "recurrent",
+    ragged: bool = False,
+    tree: bool = False,
+    record: Ring | Snapshots | None = None,
+) -> LaneChoice:
+    """The lane of a verify, by the conservative rule: unfused, but fused+ring for one request on sm90, sm100, sm103.
+
+    What a fused lane cannot take goes to the unfused lane of the mode, and where no kernel can run to the torch
+    reference, with the reason. What no lane takes at all (a malformed ring, say) is for the op to refuse by name.
+    A function of its arguments alone.
+
+    Args:
+        shape: head layout.
+        mode: "ring" or "snapshots": which record the verify writes.
+        batch: B, batch positions, padded ones included.
+        draft_tokens: T, the root included.
+        target: what it runs on; `Target.of(device)`.
+        form: "recurrent" or "chunked".
+        ragged: whether the requests' lengths differ.
+        tree: whether the tokens have parents, that is, are no chain.
+        record: the layer's ring or snapshots as the caller built them, to be looked at; None if they need no look.
+
+    Raises:
+        ValueError: ``mode`` or ``form`` is unknown.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {FORMS}, got {form!r}")
+    unfused, fused = ("unfused+ring", "fused+ring") if mode == "ring" else ("unfused", "fused")
+    if (why := _no_kernels(target)) is not None:
+        return LaneChoice(REFERENCE_LANE, None, f"{REFERENCE_LANE}: {why}")
+    why = _not_fused(shape, mode, draft_tokens, form, ragged, tree, record)
+    if why is not None:
+        return LaneChoice(unfused, None, f"{unfused}: {fused} cannot take this, {why}")
+    if mode == "ring" and batch == 1 and target.backend == "cuda" and target.arch in FUSED_ARCHS:
+        return LaneChoice(fused, None, f"{fused}: no table was measured; a lone request on {target} is faster fused")
+    return LaneChoice(
+        unfused, None,
+        f"{unfused}: no table was measured for B={batch}, T={draft_tokens} on {target}, so the conservative lane",
+    )  # fmt: skip
+
+
+def _no_kernels(target: Target) -> str | None:
+    """Why no kernel can run on ``target``, or None."""
+    if target.backend == "cuda":
+        if target.arch < OLDEST_ARCH:
+            return f"kernels need sm{OLDEST_ARCH} or later, this is {target}"
+        return None
+    if target.backend in ("hip", "interpreter"):
+        return None
+    return (
+        f"kernels run on CUDA and ROCm devices, this is {target.backend!r} "
+        "(TRITON_INTERPRET=1, set before triton is imported, interprets them on the CPU)"
+    )
+
+
+def _not_fused(
+    shape: KdaShape,
+    mode: str,
+    draft_tokens: int,
+    form: str,
+    ragged: bool,
+    tree: bool,
+    record: Ring | Snapshots | None,
+) -> str | None:
+    """Why the fused lane of ``mode`` cannot take the verify, or None."""
+    if tree:
+        return "its kernel takes chains, these tokens have parents (a tree)"
+    if ragged:
+        return "its kernel takes as many tokens of every request, these lengths differ (ragged)"
+    if form == "chunked":
+        if mode != "ring":
+            return "form='chunked' never computes the states that snapshots hold"
+        if draft_tokens > MAX_CHUNKED_TOKENS:
+            return f"form='chunked' takes up to {MAX_CHUNKED_TOKENS} draft tokens, got {draft_tokens}"
+    return None if record is None else _record_reason(record, shape, mode, draft_tokens)
+
+
+def _record_reason(record: Ring | Snapshots, shape: KdaShape, mode: str, draft_tokens: int) -> str | None:
+    """What is wrong with a layer's ring or snapshots, or None."""
+    if isinstance(record, Ring) != (mode == "ring"):
+        return f"mode={mode!r} needs {'a Ring' if mode == 'ring' else 'Snapshots'}, got {type(record).__name__}"
+    if isinstance(record, Snapshots):
+        return None
+    raw_v: object = record.raw_v
+    if not isinstance(raw_v, torch.Tensor):
+        return f"ring.raw_v must be a Tensor, got {type(raw_v).__name__}"
+    if raw_v.dtype not in (torch.bfloat16, torch.float16):
+        return f"ring.raw_v must be bfloat16 or float16, got {str(raw_v.dtype).removeprefix('torch.')}"
+    if raw_v.ndim != 4:
+        return f"ring.raw_v must have 4 dimensions, got shape {list(raw_v.shape)}"
+    if reason := ring_reason(record, shape, raw_v.dtype, raw_v.device, (raw_v.shape[0],)):
+        return reason
+    if record.length < draft_tokens:
+        return f"the ring holds {record.length} records per slot, fewer than draft_tokens={draft_tokens}"
+    return None

@@ -1,0 +1,101 @@
+"""Who owns which slot, and what a slot holds when it leaves the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+class PoolExhausted(RuntimeError):
+    """More slots were asked for than are free. Nothing was allocated: queue the request and ask again after a free."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotState:
+    """The committed state of one slot on all layers, as `StatePool.export_slot` copies it out.
+
+    Args:
+        conv_state: [layers, 3, D] activation dtype, oldest column first.
+        ssm_state: [layers, HV, V, K] fp32.
+    """
+
+    conv_state: torch.Tensor
+    ssm_state: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.conv_state.nbytes + self.ssm_state.nbytes
+
+
+class SlotAllocator:
+    """Hands out slot numbers. Pure bookkeeping on the host: it touches no tensor.
+
+    Slots are handed out lowest number first, later the one freed last first.
+
+    Args:
+        num_slots: slots 0..num_slots-1, all free at first.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        check_int("num_slots", num_slots, 1)
+        self._num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._taken: set[int] = set()
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots may still be allocated."""
+        return len(self._free)
+
+    def is_allocated(self, slot: int) -> bool:
+        """Whether ``slot`` was allocated and not freed since."""
+        return slot in self._taken
+
+    def allocate(self, n: int = 1) -> list[int]:
+        """Take ``n`` free slots, all or none.
+
+        Raises:
+            PoolExhausted: fewer than ``n`` are free; none was taken.
+            TypeError: ``n`` is not an int.
+            ValueError: ``n`` is below 1.
+        """
+        check_int("n", n, 1)
+        if n > len(self._free):
+            raise PoolExhausted(
+                f"asked for {n} slot(s), {len(self._free)} of {self._num_slots} are free: "
+                "queue the request until others are freed, or build a larger pool"
+            )
+        taken = [self._free.pop() for _ in range(n)]
+        self._taken.update(taken)
+        return taken
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give slots back, all or none.
+
+        Raises:
+            TypeError: ``slots`` holds something else than ints.
+            ValueError: a slot is not in the pool, is not allocated (freed before, or never allocated), or is named
+                twice; none was freed.
+        """
+        given = list(slots)
+        for slot in given:
+            check_int("slots", slot, 0, self._num_slots - 1)
+        unknown = sorted(slot for slot in set(given) if slot not in self._taken)
+        if unknown:
+            raise ValueError(f"slots must name allocated slots, got {unknown}, which are free: freed twice?")
+        if len(set(given)) != len(given):
+            raise ValueError(f"slots must name each slot once, got {given}")
+        self._taken.difference_update(given)
+        self._free.extend(reversed(given))
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Refuse what is not an int (a bool is none) within ``low``..``high``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"within {low}..{high}"
+        raise ValueError(f"{name} must be {allowed}, got {value}")

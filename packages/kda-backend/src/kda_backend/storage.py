@@ -1,0 +1,208 @@
+"""The tensors of a state pool, the slots in them, and what may be done with a slot between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from kda_backend.plan import memory_plan
+from kda_backend.rounds import Round
+from kda_backend.slots import SlotAllocator, SlotState, check_int
+from kda_kernels import KdaShape, LayerState, Ring, Snapshots, describe_errors, new_error_counts
+
+
+class SlotStorage:
+    """Conv and recurrent states of all layers and slots, the record and scratch of a round; see `StatePool`."""
+
+    def __init__(
+        self,
+        shape: KdaShape,
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_batch: int,
+        draft_tokens: int,
+        mode: str,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        ring_length: int | None = None,
+    ) -> None:
+        self.plan = memory_plan(shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, ring_length)
+        self.shape, self.mode, self.dtype = shape, mode, dtype
+        self.num_layers, self.num_slots = num_layers, num_slots
+        self.max_batch, self.draft_tokens = max_batch, draft_tokens
+        # Ordinary tensors, also where the engine builds its pool in inference mode: those can be updated in any mode.
+        with torch.inference_mode(False):
+            self.state = LayerState.allocate(
+                shape, slots=num_slots, rows=max_batch, steps=draft_tokens, dtype=dtype, device=device,
+                num_layers=num_layers,
+            )  # fmt: skip
+            self.record: Ring | Snapshots
+            if mode == "ring":
+                self.record = Ring.allocate(
+                    shape,
+                    slots=num_slots,
+                    length=self.plan.ring_length,
+                    dtype=dtype,
+                    device=device,
+                    num_layers=num_layers,
+                )
+            else:
+                self.record = Snapshots.allocate(
+                    shape, rows=max_batch, steps=draft_tokens, device=device, num_layers=num_layers
+                )
+            self.errors = new_error_counts(device)
+            self._uncounted = new_error_counts(device)
+            self._workspace = torch.empty(max_batch * draft_tokens, shape.conv_dim, dtype=dtype, device=device)
+        self.device = self.state.ssm_state.device
+        self._allocator = SlotAllocator(num_slots)
+        self._layers = [(self.state.layer(i), self.record.layer(i)) for i in range(num_layers)]
+        self._round: Round | None = None
+
+    @property
+    def conv_state(self) -> torch.Tensor:
+        """[layers, slots, 3, D], activation dtype."""
+        return self.state.conv_state
+
+    @property
+    def ssm_state(self) -> torch.Tensor:
+        """[layers, slots, HV, V, K] fp32."""
+        return self.state.ssm_state
+
+    @property
+    def conv_window(self) -> torch.Tensor:
+        """[layers, max_batch, draft_tokens, 3, D], activation dtype."""
+        return self.state.conv_window
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring of all layers, or None in snapshot mode."""
+        return self.record if isinstance(self.record, Ring) else None
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """The snapshots of all layers, or None in ring mode."""
+        return self.record if isinstance(self.record, Snapshots) else None
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots `allocate` may still hand out."""
+        return self._allocator.free_slots
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that undoing drafts costs: ring or snapshots."""
+        return self.record.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all the pool's tensors."""
+        own = (self.errors, self._uncounted, self._workspace)
+        return self.state.num_bytes + self.record.num_bytes + sum(t.numel() * t.element_size() for t in own)
+
+    def allocate(self, n: int = 1) -> list[int]:
+        """Take ``n`` free slots, all or none, their recurrent and conv state zeroed on every layer.
+
+        Raises:
+            PoolExhausted: fewer than ``n`` are free. Nothing changed; queue the request until `free` was called.
+            RuntimeError: a round is open (its commit might write a slot that was freed meanwhile).
+            TypeError, ValueError: ``n`` is not an int of at least 1.
+        """
+        self._need_no_round("allocate")
+        slots = self._allocator.allocate(n)
+        try:
+            index = torch.tensor(slots, device=self.device)
+            self.conv_state.index_fill_(1, index, 0)
+            self.ssm_state.index_fill_(1, index, 0)
+        except BaseException:
+            self._allocator.free(slots)
+            raise
+        return slots
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give allocated slots back, all or none. Costs the device nothing: `allocate` resets.
+
+        A slot of the open round may be freed; nothing allocates it before that round is over.
+
+        Raises:
+            TypeError: ``slots`` holds something else than ints.
+            ValueError: a slot is not in the pool, not allocated (a second free, say), or named twice.
+        """
+        self._allocator.free(slots)
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        """Copy a slot's committed state to another slot, all layers (prefix cache). Records are not copied or needed.
+
+        Raises:
+            RuntimeError: a round is open: either slot may hold drafts that are not committed.
+            TypeError, ValueError: a slot is not an int, or not in the pool.
+        """
+        self._need_no_round("copy_slot")
+        check_int("src", src, 0, self.num_slots - 1)
+        check_int("dst", dst, 0, self.num_slots - 1)
+        for own in (self.conv_state, self.ssm_state):
+            own[:, dst] = own[:, src]
+
+    def export_slot(self, slot: int) -> SlotState:
+        """A copy of a slot's committed state, all layers, on the pool's device.
+
+        Raises:
+            RuntimeError: a round is open: the slot may hold drafts that are not committed.
+            TypeError, ValueError: the slot is not an int, or not in the pool.
+        """
+        self._need_no_round("export_slot")
+        check_int("slot", slot, 0, self.num_slots - 1)
+        return SlotState(self.conv_state[:, slot].clone(), self.ssm_state[:, slot].clone())
+
+    def import_slot(self, slot: int, state: SlotState) -> None:
+        """`load_slot` of what `export_slot` gave, of this pool or another; from any device.
+
+        Raises:
+            RuntimeError, ValueError: as `load_slot`: layers, heads and dtype of the state must be the pool's.
+            TypeError: the slot is not an int, or ``state`` not a SlotState.
+        """
+        if not isinstance(state, SlotState):
+            raise TypeError(f"state must be a SlotState, got {type(state).__name__}")
+        self.load_slot(slot, state.conv_state, state.ssm_state)
+
+    def load_slot(self, slot: int, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> None:
+        """Copy a request's state (after prefill, say) into a slot of every layer.
+
+        Args:
+            slot: 0..num_slots-1.
+            conv_state: [layers, 3, D], activation dtype, oldest column first.
+            ssm_state: [layers, HV, V, K] fp32.
+
+        Raises:
+            RuntimeError: a round is open, whose commit would fold its drafts onto the new state; see `abandon`.
+            ValueError: the slot is not in the pool, or a tensor's shape or dtype differs.
+            TypeError: the slot is not an int, or a state is not a tensor.
+
+        The pool is unchanged by a refused call.
+        """
+        self._need_no_round("load_slot")
+        check_int("slot", slot, 0, self.num_slots - 1)
+        pairs = (("conv_state", conv_state, self.conv_state), ("ssm_state", ssm_state, self.ssm_state))
+        for name, given, own in pairs:
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(f"{name} must be a Tensor, got {type(given).__name__}")
+            wanted = [self.num_layers, *own.shape[2:]]
+            if list(given.shape) != wanted:
+                raise ValueError(f"{name} must have shape {wanted}, got {list(given.shape)}")
+            if given.dtype != own.dtype:
+                raise ValueError(f"{name} must be {own.dtype}, got {given.dtype}")
+        moved = [given.detach().to(self.device) for _, given, _ in pairs]
+        for (_, _, own), given in zip(pairs, moved, strict=True):
+            own[:, slot] = given
+
+    def error_summary(self) -> str | None:
+        """What the device has counted so far (see `kda_kernels.ErrorKind`), or None. Waits for the device.
+
+        A faulty row is counted by the round's verify (on layer 0) and again by its commit.
+        """
+        return describe_errors(self.errors)
+
+    def _need_no_round(self, method: str) -> None:
+        if self._round is not None:
+            raise RuntimeError(f"{method} needs the round to be over: commit it, or abandon() it")
