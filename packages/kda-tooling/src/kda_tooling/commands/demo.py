@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kda_tooling.commands.options import FORMS, LANES, choose_kernels, refuse, resolve_device
+from kda_tooling.commands.options import FORMS, LANES, choose_kernels, device_of_rank, refuse, resolve_device
+from kda_tooling.ranks import connected, started_ranks
 
 ASSETS = Path(__file__).parent.parent / "assets"
 PROMPTS = 3
@@ -26,7 +27,8 @@ def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(
         epilog="Examples: [bold]kda demo[/bold], [bold]kda demo --lanes fused+ring --bytes 24 --json[/bold], "
-        "[bold]kda demo --prompt-file my_module.py --draft-tokens 6[/bold]",
+        "[bold]kda demo --prompt-file my_module.py --draft-tokens 6[/bold], "
+        "[bold]torchrun --nproc-per-node 2 -m kda_tooling demo[/bold]",
     )(demo)
 
 
@@ -78,6 +80,7 @@ def demo(
 ) -> None:
     """Decode real text with a small KDA model, plainly and with speculation in every lane, and compare them.
 
+    Under torchrun the ranks share the heads in every lane (tensor parallelism), while plain decoding runs whole.
     Exit code 1 when a lane's text or state differs from plain decoding (in the recurrent form) or a kernel counted a
     fault, 2 for wrong arguments.
     """
@@ -110,23 +113,40 @@ def demo(
         )
     except (ValueError, OSError) as error:
         raise refuse("--prompt-file" if prompt_file else "--prompts", str(error)) from None
-    device = resolve_device(device)
+    try:
+        ranks = started_ranks()
+    except ValueError as error:
+        raise refuse("torchrun", str(error)) from None
+    if ranks and processes is not None:
+        raise refuse("--processes", f"{processes}: under torchrun every rank is one process; leave it out.")
+    device = device_of_rank(resolve_device(device), ranks)
     choose_kernels(device)
     from kda_tooling.demo.model import load_model
 
     try:
-        load_model(weights)
+        config = load_model(weights)[0].config
     except (ValueError, OSError) as error:
         raise refuse("--model", str(error)) from None
+    if ranks:
+        from kda_backend.sharding import shard_reason
+        from kda_tooling.demo.decoding import layer_shape
+
+        reason = shard_reason(layer_shape(config), ranks.world)
+        if reason is not None and not ranks.reports:
+            raise typer.Exit(2)
+        if reason is not None:
+            raise refuse("torchrun --nproc-per-node", f"{reason}.")
     from kda_tooling.demo.report import run_with_progress, show
     from kda_tooling.demo.run import DemoSettings, passed
 
-    console = Console(stderr=as_json)
-    settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes, form)
-    report = run_with_progress(settings, texts, console)
-    if as_json:
+    reports = ranks is None or ranks.reports
+    console = Console(stderr=as_json, quiet=not reports)
+    settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes, form, ranks)
+    with connected(ranks, device):
+        report = run_with_progress(settings, texts, console)
+    if as_json and reports:
         typer.echo(json.dumps(report, allow_nan=False))
-    else:
+    elif not as_json:
         show(report, console)
     if not passed(report):
         console.print("[bold red]A lane differs from plain decoding, or its kernels counted faults.[/bold red]")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import typer
 
+from kda_tooling.ranks import Ranks
+
 LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
 """`kda_backend.LANES`, here for options, so that ``--help`` need not import torch."""
 
@@ -110,6 +112,23 @@ def resolve_device(value: str) -> str:
             "--device", f"{value!r} is not there: torch sees {torch.cuda.device_count()} GPUs, from cuda:0 on."
         )
     return "cpu" if kind == "cpu" else value  # cpu:0 is the CPU too, and what follows compares with its name
+
+
+def device_of_rank(device: str, ranks: Ranks | None) -> str:
+    """The rank's own device, for a device that `resolve_device` gave. Raises ``typer.BadParameter``."""
+    if ranks is None or device == "cpu":
+        return device
+    import torch
+
+    if device != "cuda":
+        raise refuse(
+            "--device", f"{device}: under torchrun every rank has a GPU of its own; give cuda, or leave it out."
+        )
+    if ranks.local >= torch.cuda.device_count():
+        raise refuse(
+            "--device", f"rank {ranks.rank} wants cuda:{ranks.local}, but torch sees {torch.cuda.device_count()} GPUs."
+        )
+    return f"cuda:{ranks.local}"
 
 
 def choose_kernels(device: str) -> None:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kda_backend import REFERENCE_LANE, StatePool, lane_mode
+from kda_backend.sharding import HeadShard
 from kda_kernels import KdaShape, LayerParams
 from kda_tooling.demo.corpus import DOCUMENT_START
 from kda_tooling.demo.drafting import PromptLookupDrafter, accepted_length
-from kda_tooling.demo.model import KdaLanguageModel, KdaMixer, Mlp
+from kda_tooling.demo.model import KdaLanguageModel, KdaMixer, Mlp, ModelConfig
 
 ACTIVATION_DTYPE = torch.bfloat16
 PLAIN_LANE = "unfused"
@@ -83,6 +84,7 @@ class Decoded:
     """(request, round) pairs for which prompt lookup found nothing."""
     seconds: float = 0.0
     scratch_bytes: int = 0
+    """Of this process's pool: its rank's heads."""
     faults: str | None = None
     """Out-of-range values that the kernels counted on the device; None is right."""
     conv_state: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -97,17 +99,34 @@ class Decoded:
 
 def kda_shape(model: KdaLanguageModel) -> KdaShape:
     """Head layout of the model's layers."""
-    heads, dim = model.config.num_heads, model.config.head_dim
+    return layer_shape(model.config)
+
+
+def layer_shape(config: ModelConfig) -> KdaShape:
+    """Head layout of the layers of a model of this config."""
+    heads, dim = config.num_heads, config.head_dim
     return KdaShape(num_heads=heads, num_v_heads=heads, head_k_dim=dim, head_v_dim=dim)
 
 
 class Decoder:
-    """The model on a device, its KDA layers running through a :class:`kda_backend.StatePool`."""
+    """The model on a device, its KDA layers running through a :class:`kda_backend.StatePool`.
 
-    def __init__(self, model: KdaLanguageModel, device: torch.device | str, blocks: RowBlocks | None = None) -> None:
+    With a ``shard`` this process runs that rank's heads of every KDA layer, and heads are gathered before the output
+    projection. Everything else every rank computes whole, from whole weights, because a product with fewer columns
+    need not be bit-equal to those columns of the whole one; which token comes next is rank 0's choice.
+    """
+
+    def __init__(
+        self,
+        model: KdaLanguageModel,
+        device: torch.device | str,
+        blocks: RowBlocks | None = None,
+        shard: HeadShard | None = None,
+    ) -> None:
         self.model = model.to(device)
         self.device = torch.device(device)
-        self.shape = kda_shape(model)
+        self.shard = shard
+        self.shape = shard.local if shard else kda_shape(model)
         self.blocks = blocks or RowBlocks.for_device(device)
         self.params = [
             LayerParams(
@@ -120,6 +139,8 @@ class Decoder:
             )
             for mixer, _ in model.layers()
         ]
+        if shard:
+            self.params = [shard.params(params) for params in self.params]
 
     @torch.no_grad()
     def round_logits(self, pool: StatePool, tokens: Tensor, lane: str, form: str = "recurrent") -> Tensor:
@@ -129,7 +150,11 @@ class Decoder:
         for layer, (mixer, mlp) in enumerate(model.layers()):
             mixed_qkv, a, b, z = blocks(mixer.project, x)
             mixed_qkv, a, b = (part.to(ACTIVATION_DTYPE) for part in (mixed_qkv, a, b))
+            if self.shard:
+                mixed_qkv, a, b = self.shard.packed(mixed_qkv), self.shard.v_heads(a), self.shard.v_heads(b)
             o = pool.verify(layer, mixed_qkv, a, b, self.params[layer], lane=lane, form=form)
+            if self.shard:
+                o = self.shard.gather(o)
             (x,) = blocks(lambda *rows, mixer=mixer, mlp=mlp: (_after_kda(mixer, mlp, *rows),), x, o.float(), z)
         (logits,) = blocks(lambda rows: (model.logits(rows),), x)
         return logits.unflatten(0, tokens.shape)
@@ -169,7 +194,10 @@ class Decoder:
         slots = list(reversed(range(count)))
         drafters = []
         for slot, request in zip(slots, requests, strict=True):
-            pool.load_slot(slot, request.conv_state.to(self.device), request.ssm_state.to(self.device))
+            states = request.conv_state.to(self.device), request.ssm_state.to(self.device)
+            if self.shard:
+                states = self.shard.packed(states[0]), self.shard.v_heads(states[1], 1)
+            pool.load_slot(slot, *states)
             drafters.append(PromptLookupDrafter(request.text + bytes([request.root])))
         result = Decoded([bytes([r.root]) for r in requests], [[False] for _ in requests])
         result.scratch_bytes = pool.scratch_bytes
@@ -187,7 +215,10 @@ class Decoder:
             round_slots = [slot if alive else -1 for slot, alive in zip(slots, live, strict=True)]
             pool.begin(torch.tensor(round_slots, dtype=torch.int32, device=self.device), draft_tokens)
             tokens = torch.tensor([list(row) for row in fed], device=self.device)
-            predicted = self.round_logits(pool, tokens, lane, form).argmax(-1).tolist()
+            chosen = self.round_logits(pool, tokens, lane, form).argmax(-1)
+            if self.shard:
+                torch.distributed.broadcast(chosen, 0)
+            predicted = chosen.tolist()
             accept = [0] * count
             for i in range(count):
                 if not live[i]:
@@ -204,8 +235,10 @@ class Decoder:
             pool.commit(torch.tensor(accept, dtype=torch.int32, device=self.device))
             result.rounds += 1
             on_progress(sum(len(text) for text in result.texts))
-        result.conv_state = pool.conv_state[:, slots].cpu()
-        result.ssm_state = pool.ssm_state[:, slots].cpu()
+        conv_state, ssm_state = pool.conv_state[:, slots], pool.ssm_state[:, slots]
+        if self.shard:
+            conv_state, ssm_state = self.shard.gather_packed(conv_state), self.shard.gather(ssm_state, 2)
+        result.conv_state, result.ssm_state = conv_state.cpu(), ssm_state.cpu()
         result.seconds = time.perf_counter() - start
         result.faults = pool.error_summary()
         return result

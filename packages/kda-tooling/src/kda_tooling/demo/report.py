@@ -105,6 +105,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(
             "The chunked form is within rounding of plain decoding: tokens may differ where logits nearly tie."
         )
+    if report["ranks"] > 1:
+        console.print(
+            f"{report['ranks']} ranks shared the heads of every lane; plain decoding ran whole, in one process."
+        )
     scratch, versions = report["scratch"], report["versions"]
     console.print(
         f"scratch to undo drafts: ring {_size(scratch['ring_bytes'])}, snapshots {_size(scratch['snapshot_bytes'])} "

@@ -2,6 +2,8 @@
 
 On a CPU every run is a job of its own in a pool of processes, because Triton's interpreter is single-threaded Python;
 on a GPU the runs follow each other in this process, each once unmeasured so that compilation is not timed.
+Under ``torchrun`` every rank does all runs, one after the other: the lanes with its own heads only, plain decoding with
+all of them, so that the comparison is with one process.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import triton
 
+from kda_backend.sharding import HeadShard
 from kda_kernels import Ring, Snapshots
 from kda_kernels.interpreter import is_interpreted
 from kda_tooling.cores import usable_cores
@@ -26,6 +29,7 @@ from kda_tooling.demo import interpreter_memo
 from kda_tooling.demo.decoding import ACTIVATION_DTYPE, PLAIN_LANE, Decoded, Decoder, RequestState, ingest, kda_shape
 from kda_tooling.demo.model import load_model
 from kda_tooling.demo.prompts import Prompt
+from kda_tooling.ranks import Ranks
 
 Progress = Callable[[str, int], None]
 """Called with a run's name and the bytes that it has emitted over all prompts."""
@@ -47,7 +51,8 @@ class Run:
 class DemoSettings:
     """What ``kda demo`` compares. ``draft_tokens`` counts the root; ``ring_length`` None means as many.
 
-    ``form`` is that of the lanes' verify; plain decoding is always recurrent.
+    ``form`` is that of the lanes' verify; plain decoding is always recurrent. ``ranks`` share the lanes' heads; their
+    process group is then up.
     """
 
     lanes: tuple[str, ...]
@@ -58,6 +63,7 @@ class DemoSettings:
     weights: Path
     processes: int | None = None
     form: str = "recurrent"
+    ranks: Ranks | None = None
 
     def runs(self) -> list[Run]:
         """The plain run first, then one a lane."""
@@ -92,6 +98,7 @@ def run_demo(settings: DemoSettings, prompts: Sequence[Prompt], on_progress: Pro
         "state_identical": {lane: _same_state(result, plain) for lane, result in lanes.items()},
         "differing": {lane: _differing(result, plain) for lane, result in lanes.items()},
         "form": settings.form,
+        "ranks": settings.ranks.world if settings.ranks else 1,
         "device": torch.cuda.get_device_name(settings.device) if settings.device != "cpu" else "cpu",
         "kernels": "interpreter" if is_interpreted() else "compiled",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
@@ -169,14 +176,18 @@ def _decode(
 def _decode_all(settings: DemoSettings, requests: Sequence[RequestState], on_progress: Progress) -> dict[str, Decoded]:
     runs = settings.runs()
     processes = settings.processes or usable_cores()
-    processes = min(processes, len(runs)) if settings.device == "cpu" else 1
+    processes = min(processes, len(runs)) if settings.device == "cpu" and settings.ranks is None else 1
     if processes > 1:
         return _decode_in_processes(settings.weights, runs, requests, processes, on_progress)
     interpreter_memo.install()
     model, _ = load_model(settings.weights, settings.device)
-    decoder = Decoder(model, settings.device)
+    whole = Decoder(model, settings.device)
+    lanes = whole
+    if ranks := settings.ranks:
+        lanes = Decoder(model, settings.device, shard=HeadShard(kda_shape(model), ranks.rank, ranks.world))
     results = {}
     for run in runs:
+        decoder = whole if run.name == "plain" else lanes
         if settings.device != "cpu":
             _decode(decoder, run, requests, lambda done: None)
         results[run.name] = _decode(decoder, run, requests, partial(on_progress, run.name))
