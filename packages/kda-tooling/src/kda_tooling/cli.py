@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kda_tooling.commands import accuracy, compile_report, demo, doctor, host_time, report, sweep, train_demo
+from kda_tooling.commands import accuracy, compile_report, demo, doctor, host_time, memory, report, sweep, train_demo
 from kda_tooling.terminal import tolerate_encodings
 
 
@@ -36,6 +36,7 @@ sweep.register(app)
 report.register(app)
 accuracy.register(app)
 host_time.register(app)
+memory.register(app)
 doctor.register(app)
 
 

@@ -1,0 +1,180 @@
+"""`kda memory`: how many requests fit into a memory budget, with rings and with snapshots."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, astuple
+from decimal import Decimal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kda_tooling.commands.options import refuse, rename_shape_fields
+
+if TYPE_CHECKING:
+    from kda_backend import MemoryPlan
+    from kda_kernels import KdaShape
+
+UNITS = {"b": 1} | {f"{letter}{binary}b": base**power for power, letter in enumerate("kmgt", 1)
+                    for binary, base in (("", 1000), ("i", 1024))}  # fmt: skip
+"""Bytes of each unit, in small letters."""
+
+DTYPES = ("bfloat16", "float16")
+KIMI_LINEAR = "Kimi-Linear-48B-A3B on one GPU: 20 KDA layers, 32 heads of 128"
+DEFAULTS = {"heads": 32, "layers": 20, "head_dim": 128, "draft_tokens": 4}
+"""The default shape, that of `KIMI_LINEAR`, and the default number of draft tokens."""
+
+LARGEST = 1 << 63
+HELP = f"""Say how many requests a memory budget holds, with rings and with snapshots.
+
+Bytes are those of kda_backend.StatePool: the state of KDA layers and what undoing drafts takes; no weights, and no
+cache of other layers. The default shape is that of {KIMI_LINEAR}. With heads sharded over GPUs, give those of one GPU.
+"""
+EXAMPLES = (
+    "Examples: [bold]kda memory --budget 80GiB[/bold], "
+    "[bold]kda memory --budget 16GiB --heads 8 --draft-tokens 8 --spare-slots 100 --json[/bold]"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(help=HELP, epilog=EXAMPLES)(memory)
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Bytes of ``80GiB``, ``1.5 GB``, ``512MiB`` or ``1000000``. Raises ``typer.BadParameter``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE | re.ASCII)
+    unit = (match[2].lower() or "b") if match else ""
+    if match is None or unit not in UNITS:
+        raise refuse(
+            option,
+            f"{text!r} is no amount of memory; give a number and B, kB, MB, GB, TB, KiB, MiB, GiB or TiB: 80GiB.",
+        )
+    amount = int(Decimal(match[1]) * UNITS[unit])
+    if amount < 1:
+        raise refuse(option, f"{text!r} is less than one byte.")
+    if amount >= LARGEST:
+        raise refuse(option, f"{text!r} is more than the 8 EiB that an address can reach.")
+    return amount
+
+
+def readable(amount: int) -> str:
+    """``amount`` bytes in the largest binary unit that leaves a number of at least 1."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if amount >= UNITS[unit.lower()]:
+            return f"{amount / UNITS[unit.lower()]:.2f} {unit}"
+    return f"{amount} B"
+
+
+def memory(
+    budget: Annotated[str, typer.Option(help="Memory for the pool: 80GiB, 1.5GB, 512MiB, or bytes.")],
+    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = DEFAULTS["heads"],
+    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
+    head_k_dim: Annotated[int, typer.Option(help="Key channels of a head, K.")] = DEFAULTS["head_dim"],
+    head_v_dim: Annotated[int, typer.Option(help="Value channels of a head, V.")] = DEFAULTS["head_dim"],
+    layers: Annotated[int, typer.Option(min=1, help="KDA layers.")] = DEFAULTS["layers"],
+    draft_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens verified per request and round, the root included.")
+    ] = DEFAULTS["draft_tokens"],
+    ring_length: Annotated[
+        int | None, typer.Option(min=1, help="Records per slot of the ring; default: the draft tokens.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Activation type: bfloat16 or float16.")] = DTYPES[0],
+    spare_slots: Annotated[
+        int, typer.Option(min=0, help="Slots kept beside those of the requests, for a prefix cache.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+) -> None:
+    """Print the table or JSON of `HELP`."""
+    amount = parse_bytes("--budget", budget)
+    if dtype not in DTYPES:
+        raise refuse("--dtype", f"{dtype!r} is not an activation type; allowed are {', '.join(DTYPES)}.")
+    if ring_length is not None and ring_length < draft_tokens:
+        raise refuse("--ring-length", f"{ring_length} is less than the {draft_tokens} tokens of --draft-tokens.")
+    import torch
+
+    from kda_backend import MODES, memory_plan
+    from kda_kernels import KdaShape
+
+    try:
+        shape = KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim)
+    except ValueError as error:
+        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+    plans = {
+        mode: memory_plan(
+            shape, layers, mode, getattr(torch, dtype), 1, 1, draft_tokens, ring_length if mode == "ring" else None
+        )
+        for mode in MODES
+    }
+    sizes = {"layers": layers, "draft_tokens": draft_tokens, "ring_length": plans["ring"].ring_length, "dtype": dtype}
+    report: dict[str, Any] = {
+        "budget_bytes": amount, "shape": asdict(shape), "default_shape": _is_default(shape, layers), **sizes,
+        "spare_slots": spare_slots,
+        "modes": {mode: _figures(plan, amount, spare_slots) for mode, plan in plans.items()},
+    }  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(report, allow_nan=False))
+    else:
+        _show(report)
+
+
+def _is_default(shape: KdaShape, layers: int) -> bool:
+    heads, dim = DEFAULTS["heads"], DEFAULTS["head_dim"]
+    return astuple(shape) == (heads, heads, dim, dim) and layers == DEFAULTS["layers"]
+
+
+def _figures(plan: MemoryPlan, budget: int, spare_slots: int) -> dict[str, int]:
+    """What `kda memory` says of one mode."""
+    from kda_backend import memory_plan
+
+    requests = plan.max_requests(budget, spare_slots=spare_slots)
+    total = 0
+    if requests:
+        ring_length = plan.ring_length if plan.mode == "ring" else None
+        total = memory_plan(
+            plan.shape, plan.num_layers, plan.mode, plan.dtype, requests + spare_slots, requests, plan.draft_tokens,
+            ring_length,
+        ).total_bytes  # fmt: skip
+    return {
+        "requests": requests, "total_bytes": total, "bytes_per_request": plan.bytes_per_request,
+        "bytes_per_slot": plan.bytes_per_slot, "state_bytes_per_slot": plan.state_bytes_per_slot,
+        "ring_bytes_per_slot": plan.ring_bytes_per_slot, "bytes_per_row": plan.bytes_per_row,
+        "snapshot_bytes_per_row": plan.snapshot_bytes_per_row, "window_bytes_per_row": plan.window_bytes_per_row,
+        "workspace_bytes_per_row": plan.workspace_bytes_per_row, "error_bytes": plan.error_bytes,
+    }  # fmt: skip
+
+
+COLUMNS = {
+    "requests": ("requests", "that verify together"),
+    "bytes_per_slot": ("per slot", "state, ring"),
+    "bytes_per_row": ("per batch row", "snapshots, windows, workspace"),
+    "bytes_per_request": ("per request", "slot and row"),
+    "total_bytes": ("total", "of so many requests"),
+}
+
+
+def _show(report: dict[str, Any]) -> None:
+    """Print the table."""
+    shape = report["shape"]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    spare = f", {report['spare_slots']} spare slots" if report["spare_slots"] else ""
+    default = f" (default shape: {KIMI_LINEAR})" if report["default_shape"] else ""
+    console.print(
+        f"{report['layers']} KDA layers, H = {shape['num_heads']}, HV = {shape['num_v_heads']}, "
+        f"K = {shape['head_k_dim']}, V = {shape['head_v_dim']}, {report['dtype']}, T = {report['draft_tokens']}, "
+        f"L = {report['ring_length']}{spare}{default}",
+        highlight=False,
+    )
+    table = Table(title=f"Requests in {readable(report['budget_bytes'])}", title_justify="left")
+    table.add_column("mode")
+    for title, detail in COLUMNS.values():
+        table.add_column(f"{title}\n[dim]{detail}[/dim]", justify="right")
+    for mode, figures in report["modes"].items():
+        cells = [str(figures[name]) if name == "requests" else readable(figures[name]) for name in COLUMNS]
+        table.add_row(mode, *cells)
+    console.print(table)
