@@ -1,0 +1,200 @@
+"""The kernels as `torch.library` operators, for graphs that torch.compile or an engine builds: ``torch.ops.kda.*``.
+
+Importing this module registers them; `kda_kernels` itself does not. An operator takes tensors and numbers only, so what
+`kda_kernels.verify_fused` and the commits take in groups stands here one by one; head layout is read from the tensors'
+shapes. They call those functions: same checks, same refusals, same bits. Which arguments are written is declared:
+
+- ``kda::verify`` writes conv_window, the ring or the snapshots, and errors; it returns the output.
+- ``kda::fold`` and ``kda::scatter_snapshots`` write ssm_state and errors, ``kda::scatter_conv`` conv_state and errors.
+
+None has a derivative. The groups are built anew in every call, so a call outside a CUDA graph is not recognised as a
+repeated one and costs the host more than the functions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.commit import fold as _fold
+from kda_kernels.commit import scatter_conv as _scatter_conv
+from kda_kernels.commit import scatter_snapshots as _scatter_snapshots
+from kda_kernels.shapes import KdaShape, LaunchConfig
+from kda_kernels.verify import verify_fused, verify_unfused
+
+
+def launch_numbers(config: LaunchConfig | None) -> list[int] | None:
+    """A launch configuration as the ``config`` of an operator: seven whole numbers, -1 for None."""
+    if config is None:
+        return None
+    values = (
+        config.block_v, config.num_warps, config.pdl, config.rows_per_thread, config.max_registers,
+        config.state_first, config.prefetch,
+    )  # fmt: skip
+    return [-1 if value is None else int(value) for value in values]
+
+
+def _config(numbers: Sequence[int] | None) -> LaunchConfig | None:
+    """The inverse of `launch_numbers`."""
+    if numbers is None:
+        return None
+    if len(numbers) != 7:
+        raise ValueError(f"config must have the 7 numbers that launch_numbers() gives, got {len(numbers)}")
+    block_v, num_warps, pdl, rows, registers, state_first, prefetch = numbers
+    return LaunchConfig(
+        block_v, num_warps, None if pdl < 0 else bool(pdl), None if rows < 0 else rows,
+        None if registers < 0 else registers, bool(state_first), bool(prefetch),
+    )  # fmt: skip
+
+
+def _record(ring: Sequence[Tensor | None], snapshots: Tensor | None) -> Ring | Snapshots:
+    given = [tensor for tensor in ring if tensor is not None]
+    if snapshots is not None and not given:
+        return Snapshots(snapshots)
+    if snapshots is None and len(given) == 4:
+        return Ring(*given)
+    raise ValueError(
+        "give either raw_v, raw_k, g and beta (ring mode) or snapshots (snapshot mode), got "
+        f"{len(given)} ring tensors and {'no ' if snapshots is None else ''}snapshots"
+    )
+
+
+@torch.library.custom_op(
+    "kda::verify", mutates_args=("conv_window", "raw_v", "raw_k", "g", "beta", "snapshots", "errors")
+)
+def verify(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    conv_window: Tensor,
+    raw_v: Tensor | None,
+    raw_k: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    snapshots: Tensor | None,
+    slots: Tensor,
+    rows: Tensor | None,
+    errors: Tensor | None,
+    draft_tokens: int,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    fused: bool = True,
+    form: str = "recurrent",
+    indices_ready: bool = False,
+    config: Sequence[int] | None = None,
+) -> Tensor:
+    """`kda_kernels.verify_fused`, or with ``fused=False`` `verify_unfused`, on one layer.
+
+    Args:
+        mixed_qkv, a, b, slots, rows, errors, draft_tokens, form, indices_ready: as there.
+        conv_weight, conv_bias, A_log, dt_bias, lower_bound, scale: as `kda_kernels.LayerParams`.
+        conv_state, ssm_state, conv_window: as `kda_kernels.LayerState`.
+        raw_v, raw_k, g, beta: as `kda_kernels.Ring`; all four in ring mode, none in snapshot mode.
+        snapshots: [rows, steps, HV, V, K] fp32 in snapshot mode, else None.
+        config: `launch_numbers` of a launch configuration, or None for the default.
+
+    Returns:
+        [B*T, HV, V] in mixed_qkv's dtype.
+
+    Raises:
+        ValueError: an argument is refused, or ring and snapshots are both given, or neither whole.
+    """
+    heads, head_v_dim, head_k_dim = ssm_state.shape[1:]
+    op = verify_fused if fused else verify_unfused
+    return op(
+        mixed_qkv, a, b,
+        shape=KdaShape(
+            (mixed_qkv.shape[1] - heads * head_v_dim) // (2 * head_k_dim), heads, head_k_dim, head_v_dim
+        ),
+        params=LayerParams(conv_weight, conv_bias, A_log, dt_bias, lower_bound, scale),
+        state=LayerState(conv_state, ssm_state, conv_window),
+        record=_record((raw_v, raw_k, g, beta), snapshots),
+        slots=slots, draft_tokens=draft_tokens, rows=rows, config=_config(config), errors=errors, form=form,
+        indices_ready=indices_ready,
+    )  # fmt: skip
+
+
+@verify.register_fake
+def _(mixed_qkv: Tensor, a: Tensor, b: Tensor, *arguments: object, **keywords: object) -> Tensor:
+    ssm_state = keywords["ssm_state"] if "ssm_state" in keywords else arguments[5]
+    if not isinstance(ssm_state, Tensor):
+        raise TypeError(f"ssm_state must be a Tensor, got {type(ssm_state).__name__}")
+    return mixed_qkv.new_empty(mixed_qkv.shape[0], ssm_state.shape[1], ssm_state.shape[2])
+
+
+@torch.library.custom_op("kda::fold", mutates_args=("ssm_state", "errors"))
+def fold(
+    ssm_state: Tensor,
+    raw_v: Tensor,
+    raw_k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    slots: Tensor,
+    accept_lens: Tensor,
+    draft_tokens: int,
+    track_slots: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    errors: Tensor | None = None,
+    config: Sequence[int] | None = None,
+) -> None:
+    """`kda_kernels.fold`, its ring one by one. Every tensor of state and ring has a leading [layers]."""
+    shape = KdaShape(raw_k.shape[2], raw_v.shape[2], ssm_state.shape[-1], ssm_state.shape[-2])
+    _fold(
+        ssm_state, Ring(raw_v, raw_k, g, beta), shape=shape, slots=slots, accept_lens=accept_lens,
+        draft_tokens=draft_tokens, track_slots=track_slots, track_steps=track_steps, config=_config(config),
+        errors=errors,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("kda::scatter_conv", mutates_args=("conv_state", "errors"))
+def scatter_conv(
+    conv_state: Tensor,
+    conv_window: Tensor,
+    slots: Tensor,
+    accept_lens: Tensor,
+    draft_tokens: int,
+    rows: Tensor | None = None,
+    track_slots: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> None:
+    """`kda_kernels.scatter_conv`."""
+    _scatter_conv(
+        conv_state, conv_window, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
+        track_slots=track_slots, track_steps=track_steps, errors=errors,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("kda::scatter_snapshots", mutates_args=("ssm_state", "errors"))
+def scatter_snapshots(
+    ssm_state: Tensor,
+    snapshots: Tensor,
+    slots: Tensor,
+    accept_lens: Tensor,
+    draft_tokens: int,
+    rows: Tensor | None = None,
+    track_slots: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> None:
+    """`kda_kernels.scatter_snapshots`, the snapshots as the tensor [layers, rows, steps, HV, V, K]."""
+    _scatter_snapshots(
+        ssm_state, Snapshots(snapshots), slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
+        track_slots=track_slots, track_steps=track_steps, errors=errors,
+    )  # fmt: skip
+
+
+@fold.register_fake
+@scatter_conv.register_fake
+@scatter_snapshots.register_fake
+def _(*arguments: object, **keywords: object) -> None:
+    return None

@@ -1,0 +1,181 @@
+"""The operators of torch.library: what they declare is so, and a compiled graph holds them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kda_kernels import (
+    KdaShape,
+    LaunchConfig,
+    LayerParams,
+    LayerState,
+    Ring,
+    Snapshots,
+    fold,
+    library,
+    new_error_counts,
+    scatter_conv,
+    scatter_snapshots,
+    verify_fused,
+    verify_unfused,
+)
+
+SHAPE = KdaShape(1, 2, 64, 64)
+B, T, SLOTS = 1, 2, 3
+VERIFY, FOLD = torch.ops.kda.verify.default, torch.ops.kda.fold.default
+CONV, SNAPSHOTS = torch.ops.kda.scatter_conv.default, torch.ops.kda.scatter_snapshots.default
+
+
+class Layer:
+    """One layer's tensors, always the same values."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.randn(*size, generator=generator).to(device, dtype)
+
+        fp32 = torch.float32
+        self.params = LayerParams(
+            normal(SHAPE.conv_dim, 4), normal(SHAPE.conv_dim), normal(2, dtype=fp32), normal(128, dtype=fp32), -5.0
+        )
+        sizes: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
+        self.state = LayerState.allocate(SHAPE, slots=SLOTS, rows=B, steps=T, **sizes)
+        self.state.conv_state.copy_(normal(SLOTS, 3, SHAPE.conv_dim))
+        self.state.ssm_state.copy_(normal(SLOTS, 2, 64, 64, dtype=fp32))
+        self.ring = Ring.allocate(SHAPE, slots=SLOTS, length=T, **sizes)
+        self.snapshots = Snapshots.allocate(SHAPE, rows=B, steps=T, device=device)
+        self.errors = new_error_counts(device)
+        self.inputs = normal(B * T, SHAPE.conv_dim), normal(B * T, 128), normal(B * T, 2)
+        self.slots = torch.tensor([2], dtype=torch.int32, device=device)
+        self.accept_lens = torch.tensor([1], dtype=torch.int32, device=device)
+
+    def ring_tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.ring.raw_v, self.ring.raw_k, self.ring.g, self.ring.beta
+
+    def verify(self, mode: str, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of ``kda::verify``."""
+        p, s = self.params, self.state
+        record = (*self.ring_tensors(), None) if mode == "ring" else (None,) * 4 + (self.snapshots.states,)
+        given = (*self.inputs, p.conv_weight, p.conv_bias, p.A_log, p.dt_bias, s.conv_state, s.ssm_state)
+        return (*given, s.conv_window, *record, self.slots, None, self.errors, T), dict(lower_bound=-5.0, **options)
+
+    def commits(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Operators and arguments of the commits of this one layer."""
+        s, common = self.state, (self.slots, self.accept_lens, T)
+        return {
+            "fold": (FOLD, (s.ssm_state[None], *(t[None] for t in self.ring_tensors()), *common)),
+            "scatter_conv": (CONV, (s.conv_state[None], s.conv_window[None], *common)),
+            "scatter_snapshots": (SNAPSHOTS, (s.ssm_state[None], self.snapshots.states[None], *common)),
+        }
+
+    def written(self) -> list[torch.Tensor]:
+        return [*vars(self.state).values(), *self.ring_tensors(), self.snapshots.states, self.errors]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+def by_functions(device: str, mode: str, op: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, Layer]:
+    """A round through the functions that the operators call."""
+    layer = Layer(device)
+    s, common = layer.state, dict(slots=layer.slots, accept_lens=layer.accept_lens, draft_tokens=T)
+    record = layer.ring if mode == "ring" else layer.snapshots
+    out = op(
+        *layer.inputs, shape=SHAPE, params=layer.params, state=s, record=record, slots=layer.slots, draft_tokens=T,
+        errors=layer.errors,
+    )  # fmt: skip
+    scatter_conv(s.conv_state[None], s.conv_window[None], **common)
+    if mode == "ring":
+        fold(s.ssm_state[None], Ring(*(t[None] for t in layer.ring_tensors())), shape=SHAPE, **common)
+    else:
+        scatter_snapshots(s.ssm_state[None], Snapshots(layer.snapshots.states[None]), **common)
+    return out, layer
+
+
+def round_of(layer: Layer, mode: str, fused: bool, config: list[int] | None = None) -> torch.Tensor:
+    arguments, options = layer.verify(mode, fused=fused, config=config)
+    out = torch.ops.kda.verify(*arguments, **options)
+    commits = layer.commits()
+    for name in ("scatter_conv", "fold" if mode == "ring" else "scatter_snapshots"):
+        op, given = commits[name]
+        op(*given)
+    return out
+
+
+@pytest.mark.parametrize(("mode", "fused"), [("ring", True), ("snapshots", False)])
+def test_operators_have_the_bits_of_the_functions(mode: str, fused: bool, device: str) -> None:
+    expected, other = by_functions(device, mode, verify_fused if fused else verify_unfused)
+    layer = Layer(device)
+    assert torch.equal(round_of(layer, mode, fused, library.launch_numbers(LaunchConfig(block_v=32))), expected)
+    same(layer.written(), other.written())
+    assert not torch.equal(layer.state.ssm_state, Layer(device).state.ssm_state)
+
+
+@pytest.mark.parametrize(("mode", "fused"), [("ring", True), ("snapshots", False)])
+def test_verify_does_what_it_declares(mode: str, fused: bool, device: str) -> None:
+    arguments, options = Layer(device).verify(mode, fused=fused)
+    torch.library.opcheck(VERIFY, arguments, options)
+
+
+@pytest.mark.parametrize("name", ["fold", "scatter_conv", "scatter_snapshots"])
+def test_commits_do_what_they_declare(name: str, device: str) -> None:
+    op, arguments = Layer(device).commits()[name]
+    torch.library.opcheck(op, arguments)
+    pair = (torch.tensor([-1], dtype=torch.int32, device=device),) * 2
+    torch.library.opcheck(
+        op, arguments, dict(track_slots=pair[0], track_steps=pair[1], errors=new_error_counts(device))
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("mode", "fused"), [("ring", True), ("snapshots", False)])
+def test_a_whole_round_compiles_without_a_graph_break(backend: str, mode: str, fused: bool, device: str) -> None:
+    expected, other = by_functions(device, mode, verify_fused if fused else verify_unfused)
+    layer = Layer(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: round_of(layer, mode, fused) * 2, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(), expected * 2)
+    same(layer.written(), other.written())
+
+
+def test_launch_configurations_travel_as_numbers() -> None:
+    for config in (
+        LaunchConfig(), LaunchConfig(32, 2, False), LaunchConfig(64, 4, True, 2, 128, True, True),
+    ):  # fmt: skip
+        numbers = library.launch_numbers(config)
+        assert all(type(number) is int for number in numbers)
+        assert library._config(numbers) == config
+    assert library.launch_numbers(None) is None
+    with pytest.raises(ValueError, match="7 numbers"):
+        library._config([16])
+
+
+def test_refusals_are_those_of_the_functions(device: str) -> None:
+    layer = Layer(device)
+    arguments, options = layer.verify("ring")
+    with pytest.raises(ValueError, match=r"either raw_v, raw_k, g and beta .* got 3 ring tensors and no snapshots"):
+        VERIFY(*arguments[:10], None, *arguments[11:], **options)
+    with pytest.raises(ValueError, match="form must be one of"):
+        VERIFY(*arguments, **options, form="x")
+    op, given = layer.commits()["fold"]
+    with pytest.raises(ValueError, match="draft_tokens"):
+        op(*given[:-1], 0)
+
+
+def test_registration_is_by_import_of_the_module_only() -> None:
+    code = (
+        "import kda_kernels, torch; assert not hasattr(torch.ops.kda, 'verify'); "
+        "import kda_kernels.library; assert torch.ops.kda.verify; assert not torch.cuda.is_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
