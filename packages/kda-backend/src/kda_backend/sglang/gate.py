@@ -11,7 +11,7 @@ from kda_backend.sglang.layers import LayerGroups, inputs_look, layer_groups
 from kda_backend.sglang.reports import reports
 from kda_backend.sglang.rule import choose
 from kda_backend.sglang.verify import flat_gates, fused_kda_conv_gating_verify, ring_tensors
-from kda_kernels import Ring, verify_reason
+from kda_kernels import KdaShape, Ring, verify_reason
 
 SGLANG_SWITCH = "SGLANG_OPT_FUSED_KDA_VERIFY"
 """SGLang's own switch of fused verify. Set to a false value it is obeyed; where it is not set, the plugin decides."""
@@ -66,19 +66,20 @@ def can_run_fused_chain_verify(
     if draft_token_num < 1 or tokens % draft_token_num:
         reports.not_taken(f"fused verify takes whole chains: {tokens} tokens are not a multiple of T={draft_token_num}")
         return False
-    choice = choose(tokens // draft_token_num, mixed_qkv.device)
-    if not choice.fused:
-        reports.not_chosen(choice.reason)
-        return False
     try:
+        ring = ring_tensors(replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
+        heads = layer.num_q_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+        mode = "snapshots" if replayssm_rawv is None else "ring"
+        choice = choose(KdaShape(*heads), mode, tokens // draft_token_num, draft_token_num, mixed_qkv.device)
+        if not choice.fused:
+            reports.not_chosen(choice.reason)
+            return False
         reason = _heads_reason(layer) or _call_reason(
             layer_groups(
                 conv_weight=layer.conv_weights, conv_bias=layer.bias, A_log=layer.A_log, dt_bias=layer.dt_bias,
-                lower_bound=layer.lower_bound, scale=layer.head_k_dim**-0.5,
-                heads=(layer.num_q_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim),
+                lower_bound=layer.lower_bound, scale=layer.head_k_dim**-0.5, heads=heads,
                 conv_state=conv_states, ssm_state=ssm_states, conv_window=intermediate_conv_window_cache,
-                ring=ring_tensors(replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta),
-                snapshots=None if replayssm_rawv is not None else intermediate_state_cache,
+                ring=ring, snapshots=intermediate_state_cache if replayssm_rawv is None else None,
             ),
             mixed_qkv, a, b, draft_token_num, cache_indices, intermediate_state_indices,
         ) or _use_ours(self)  # fmt: skip

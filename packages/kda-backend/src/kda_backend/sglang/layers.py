@@ -33,15 +33,22 @@ class OwnedCache(Generic[T]):
         return len(self._entries)
 
     def get(self, owner: object, key: Hashable, build: Callable[[], T]) -> T:
-        """The owner's value if it was built for an equal ``key``, else a new one. ``build`` must not hold the owner."""
+        """The owner's value if it was built for an equal ``key``, else a new one.
+
+        The value must not hold the owner. That of an owner which cannot be referenced weakly is built every time.
+        """
         place = id(owner)
         entry = self._entries.get(place)
         if entry is not None and entry[0]() is owner and entry[1] == key:
             return entry[2]
         value = build()
+        try:
+            watch = weakref.ref(owner, lambda _: self._entries.pop(place, None))
+        except TypeError:
+            return value
         if len(self._entries) >= LIMIT:
             self._entries.clear()
-        self._entries[place] = (weakref.ref(owner, lambda _: self._entries.pop(place, None)), key, value)
+        self._entries[place] = (watch, key, value)
         return value
 
 

@@ -1,57 +1,66 @@
-"""Whether a verify that our fused kernel could take is given to it: the one place that decides."""
+"""Whether a verify that our fused kernel could take is given to it, and how it is launched."""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
 import torch
 
+from kda_backend.lanes import FUSED_ARCHS, LaneChoice, Target, choose_lane
+from kda_kernels import KdaShape, LaunchConfig
+
 OVERRIDE = "KDA_SGLANG_FUSED"
 """Environment variable: always (wherever the kernel takes the arguments), never, or auto (the rule)."""
 
-FUSED_ALONE = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities on which a fused verify of one request was measured faster than the unfused one."""
+VALUES = ("auto", "always", "never")
 
 
 class Choice(NamedTuple):
-    """Fused or not, and why."""
+    """Fused or not, why, and the fused kernel's launch configuration (None: its own default)."""
 
     fused: bool
     reason: str
+    config: LaunchConfig | None = None
 
 
 def override() -> str:
-    """The value of `OVERRIDE`; auto where it is not set or not one of its values."""
-    value = os.environ.get(OVERRIDE, "auto").strip().lower()
-    return value if value in ("always", "never") else "auto"
+    """The value of `OVERRIDE`; auto where it is not set or not one of `VALUES`."""
+    value = os.environ.get(OVERRIDE, "").strip().lower()
+    return value if value in VALUES else "auto"
 
 
 def describe_rule() -> str:
     """What decides, for the log."""
-    value = override()
-    if value != "auto":
-        return f"{OVERRIDE}={value}"
-    given = os.environ.get(OVERRIDE, "auto")
-    ignored = "" if given.strip().lower() == "auto" else f" ({OVERRIDE}={given!r} is none of always, never, auto)"
-    return f"the built-in rule (fused for one request, on sm90, sm100 and sm103){ignored}"
+    if override() != "auto":
+        return f"{OVERRIDE}={override()}"
+    given = os.environ.get(OVERRIDE, "")
+    ignored = (
+        "" if given.strip().lower() in ("", *VALUES) else f" ({OVERRIDE}={given!r} is none of {', '.join(VALUES)})"
+    )
+    archs = ", ".join(f"sm{arch}" for arch in FUSED_ARCHS)
+    return f"the conservative rule: fused with a ring, for one request, on {archs}{ignored}"
 
 
-def choose(batch: int, device: torch.device) -> Choice:
-    """Fused or unfused verify of ``batch`` requests; under CUDA graphs that is the batch a graph is captured for."""
-    value = override()
-    if value != "auto":
-        return Choice(value == "always", f"{OVERRIDE}={value}")
-    if batch != 1:
-        return Choice(False, f"B={batch}: fused verify is the default for one request only")
-    capability = _capability(device)
-    if capability not in FUSED_ALONE:
-        name = "this device" if capability is None else f"sm{capability[0]}{capability[1]}"
-        return Choice(False, f"fused verify was not measured on {name}")
-    return Choice(True, "one request")
+def choose(shape: KdaShape, mode: str, batch: int, draft_tokens: int, device: torch.device) -> Choice:
+    """Fused or unfused verify; under CUDA graphs ``batch`` is the one that a graph is captured for.
+
+    Args:
+        shape: head layout.
+        mode: "ring" or "snapshots".
+        batch: B, batch positions, padded ones included.
+        draft_tokens: T.
+        device: where the tensors are.
+    """
+    lane = _lane(shape, mode, batch, draft_tokens, device)
+    fused, value = lane.lane.startswith("fused"), override()
+    config = lane.config if fused else None
+    if value == "auto":
+        return Choice(fused, lane.reason, config)
+    return Choice(value == "always", f"{OVERRIDE}={value}", config)
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
+@functools.lru_cache(maxsize=1024)
+def _lane(shape: KdaShape, mode: str, batch: int, draft_tokens: int, device: torch.device) -> LaneChoice:
+    return choose_lane(shape, mode=mode, batch=batch, draft_tokens=draft_tokens, target=Target.of(device))

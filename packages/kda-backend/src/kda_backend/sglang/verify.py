@@ -9,6 +9,7 @@ import torch
 from kda_backend.sglang.layers import layer_groups
 from kda_backend.sglang.originals import original
 from kda_backend.sglang.reports import reports
+from kda_backend.sglang.rule import choose
 from kda_kernels import verify_fused
 
 MODULE = "sglang.kernels.ops.attention.linear.fused_kda_conv_recurrent_verify"
@@ -135,10 +136,12 @@ def _verify(
         conv_window=intermediate_conv_window.transpose(-1, -2), ring=ring,
         snapshots=others["intermediate_states_buffer"],
     )  # fmt: skip
+    mode = "snapshots" if ring is None else "ring"
     return verify_fused(
         mixed_qkv, *flat_gates(a, b, mixed_qkv.shape[0], groups.shape.num_v_heads, groups.shape.head_k_dim),
         shape=groups.shape, params=groups.params, state=groups.state, record=groups.record, slots=cache_indices,
         draft_tokens=T, rows=intermediate_state_indices,
+        config=choose(groups.shape, mode, cache_indices.shape[0], T, mixed_qkv.device).config,
     )  # fmt: skip
 
 
