@@ -1,0 +1,203 @@
+"""A round in a CUDA graph: captured once with static buffers, replayed with other slots, accepts and live rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kda_backend import LANES, StatePool, lane_mode
+from kda_kernels import ErrorKind, KdaShape, LayerParams, _replay
+from tests.support.bits import assert_same_bits
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+SHAPE = KdaShape(num_heads=2, num_v_heads=4)
+LAYERS, SLOTS, BATCH, STEPS = 2, 7, 4, 4
+CASES = [*((lane, "recurrent") for lane in LANES), ("fused+ring", "chunked"), (None, "recurrent")]
+
+# (slots, accept lengths) of rounds that one captured graph runs: other slots, rows that are padded, accepts 0 and T
+ROUNDS = [
+    ([2, 0, 5, 3], [4, 1, 2, 3]),
+    ([1, -1, 4, -1], [3, 0, 4, 0]),
+    ([-1, -1, -1, 0], [0, 0, 0, 4]),
+    ([5, 4, 3, 2], [0, 4, 1, 2]),
+    ([-1, -1, -1, -1], [0, 0, 0, 0]),
+    ([0, 6, 2, 4], [1, 1, 1, 1]),
+]
+
+
+class Engine:
+    """A pool and the static buffers of a round, always the same at first."""
+
+    def __init__(self, lane: str | None, form: str) -> None:
+        self.lane, self.form = lane, form
+        generator = torch.Generator().manual_seed(11)
+
+        def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+        fp32, heads, gates = torch.float32, SHAPE.num_v_heads, SHAPE.num_v_heads * SHAPE.head_k_dim
+        self.params = [
+            LayerParams(
+                normal(SHAPE.conv_dim, 4), normal(SHAPE.conv_dim), normal(heads, dtype=fp32),
+                normal(gates, dtype=fp32), lower_bound=-5.0,
+            )
+            for _ in range(LAYERS)
+        ]  # fmt: skip
+        self.pool = StatePool(
+            SHAPE, num_layers=LAYERS, num_slots=SLOTS, max_batch=BATCH, draft_tokens=STEPS,
+            mode="ring" if lane is None else lane_mode(lane), device=DEVICE,
+        )  # fmt: skip
+        self.pool.conv_state.copy_(normal(*self.pool.conv_state.shape))
+        self.pool.ssm_state.copy_(normal(*self.pool.ssm_state.shape, dtype=fp32))
+        tokens = BATCH * STEPS
+        self.inputs = [(normal(tokens, SHAPE.conv_dim), normal(tokens, gates), normal(tokens, heads)) for _ in "12"]
+        self.slots, self.accept_lens = (torch.zeros(BATCH, dtype=torch.int32, device=DEVICE) for _ in "12")
+        self.outs: list[torch.Tensor | None] = [None] * LAYERS
+
+    def load(self, number: int, slots: list[int], accept_lens: list[int]) -> None:
+        """Fill the static buffers for round ``number``: its own inputs, NaN where a row is padded."""
+        generator = torch.Generator().manual_seed(100 + number)
+        padded = torch.tensor(slots).lt(0).repeat_interleave(STEPS)
+        for layer in self.inputs:
+            for static in layer:
+                fresh = torch.randn(static.shape, generator=generator)
+                fresh[padded] = float("nan")
+                static.copy_(fresh.to(static.dtype))
+        self.slots.copy_(torch.tensor(slots))
+        self.accept_lens.copy_(torch.tensor(accept_lens))
+
+    def round(self) -> list[torch.Tensor]:
+        """One round over all layers: what is captured, and what runs eagerly beside it."""
+        pool = self.pool
+        pool.begin(self.slots, STEPS)
+        results = [
+            pool.verify(i, *self.inputs[i], self.params[i], lane=self.lane, form=self.form, out=self.outs[i])
+            for i in range(LAYERS)
+        ]
+        pool.commit(self.accept_lens)
+        return results
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that a round may write."""
+        pool = self.pool
+        groups = {**vars(pool.state), **vars(pool.record)}
+        return groups | {"errors": pool.errors}
+
+    def warm_up(self) -> None:
+        """Compile, and have the calls known; then everything is as it was."""
+        before = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        self.load(0, *ROUNDS[0])
+        for _ in range(2):
+            self.round()
+        for name, tensor in self.tensors().items():
+            tensor.copy_(before[name])
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Fail where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def allocations() -> int:
+    """Blocks that torch's allocator has handed out so far, to graphs as well."""
+    return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+
+def captured(engine: Engine) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    """The engine's round as a graph: what replays it, and its static outputs."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), no_sync():
+        before = allocations()
+        outs = engine.round()
+        made = allocations() - before
+    assert made == LAYERS, "under capture only the outputs are allocated"
+    return graph.replay, outs
+
+
+@pytest.mark.parametrize(("lane", "form"), CASES)
+@pytest.mark.parametrize("launches", ["ordinary", "known"])
+def test_replays_have_the_bits_of_eager_rounds(lane: str | None, form: str, launches: str) -> None:
+    """States, conv, records, windows, outputs and error counts, after every round, over the whole pool."""
+    graphed, eager = Engine(lane, form), Engine(lane, form)
+    graphed.warm_up()
+    eager.warm_up()
+    if launches == "ordinary":
+        _replay.forget()
+    replay, outs = captured(graphed)
+    for name, tensor in graphed.tensors().items():
+        assert_same_bits(tensor, eager.tensors()[name], f"{name}: capturing runs nothing")
+    changed = 0
+    for number, (slots, accept_lens) in enumerate(ROUNDS):
+        before = eager.pool.ssm_state.clone()
+        for engine in (graphed, eager):
+            engine.load(number, slots, accept_lens)
+        replay()
+        expected = eager.round()
+        for layer, (out, wanted) in enumerate(zip(outs, expected, strict=True)):
+            assert_same_bits(out, wanted, f"output of layer {layer} in round {number}")
+            padded = [i for i, slot in enumerate(slots) if slot < 0]
+            assert not out.view(BATCH, STEPS, -1)[padded].any(), "output rows of padded positions are 0"
+        for name, tensor in graphed.tensors().items():
+            assert_same_bits(tensor, eager.tensors()[name], f"{name} in round {number}")
+        moved = (before != eager.pool.ssm_state).flatten(2).any(-1).all(0)
+        live = sorted(slot for slot, accept in zip(slots, accept_lens, strict=True) if slot >= 0 and accept)
+        assert moved.nonzero().flatten().tolist() == live
+        changed += len(live)
+    assert changed > BATCH
+    assert graphed.pool.error_summary() is None
+
+
+@pytest.mark.parametrize(("lane", "form"), CASES)
+def test_faults_that_a_replay_meets_are_counted_and_touch_nothing(lane: str | None, form: str) -> None:
+    engine = Engine(lane, form)
+    engine.warm_up()
+    replay, outs = captured(engine)
+    before = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    engine.load(1, [SLOTS, -7, 3, 1], [1, 1, STEPS + 1, -1])
+    replay()
+    assert_same_bits(engine.pool.ssm_state, before["ssm_state"], "states")
+    assert_same_bits(engine.pool.conv_state, before["conv_state"], "conv states")
+    assert not outs[0][: 2 * STEPS].any()
+    counts = engine.pool.errors.tolist()
+    assert counts[ErrorKind.SLOT] == 4  # two rows, by verify and by commit
+    assert counts[ErrorKind.ACCEPT] == 2
+    assert "slot: 4" in engine.pool.error_summary()
+
+
+@pytest.mark.parametrize(("lane", "form"), CASES)
+@pytest.mark.parametrize("launches", ["ordinary", "known"])
+def test_a_round_waits_for_nothing_and_allocates_the_outputs_only(lane: str | None, form: str, launches: str) -> None:
+    engine = Engine(lane, form)
+    engine.warm_up()
+    kept = []
+    for given, wanted in ((False, LAYERS), (True, 0)):
+        if given:
+            engine.outs = list(kept[0])
+            engine.warm_up()
+        engine.load(3, *ROUNDS[3])
+        if launches == "ordinary":
+            _replay.forget()
+        before = allocations()
+        with no_sync():
+            kept.append(engine.round())
+        assert allocations() - before == wanted
+    assert all(out is own for out, own in zip(kept[1], engine.outs, strict=True))
+
+
+def test_the_guards_see_what_they_guard_against() -> None:
+    tensor = torch.ones(1, device=DEVICE)
+    with no_sync(), pytest.raises(RuntimeError, match="synchronizing"):
+        tensor.item()
+    before = allocations()
+    torch.empty(1, device=DEVICE)
+    assert allocations() - before == 1
