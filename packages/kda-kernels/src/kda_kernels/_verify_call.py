@@ -19,7 +19,7 @@ _PER_CALL = ("mixed_qkv", "a", "b", "slots", "rows", "errors", "out", "workspace
 
 
 class VerifyCall(NamedTuple):
-    """The arguments of `verify_fused` or `verify_unfused`, in their order, and which of the two."""
+    """The arguments of `verify_fused` or `verify_unfused`, and which of the two."""
 
     mixed_qkv: torch.Tensor
     a: torch.Tensor
@@ -38,6 +38,8 @@ class VerifyCall(NamedTuple):
     form: str
     indices_ready: bool
     fused: bool
+    starts: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name, without the lane."""

@@ -92,7 +92,7 @@ def pitch_reason(name: str, tensor: torch.Tensor, lead: int) -> str | None:
     return None
 
 
-def _host_values(index: torch.Tensor) -> list[int] | None:
+def host_values(index: torch.Tensor) -> list[int] | None:
     """The values of an index tensor where reading them costs no device sync and checks are on, else None."""
     if not _host_value_checks.get() or index.device.type != "cpu":
         return None
@@ -105,7 +105,7 @@ def index_reason(
     """Check an index vector; its values too, where they are on the host. ``unique``: values from 0 on occur once."""
     if reason := tensor_reason(name, index, (batch,), INDEX_DTYPES, device, packed=1):
         return reason
-    values = _host_values(index)
+    values = host_values(index)
     if not values:
         return None
     worst = next((value for value in values if not low <= value <= high), None)
@@ -119,7 +119,7 @@ def index_reason(
 
 def disjoint_reason(name: str, index: torch.Tensor, other_name: str, other: torch.Tensor) -> str | None:
     """Refuse an index vector that shares a value from 0 on with ``other``, where both are on the host."""
-    values, others = _host_values(index), _host_values(other)
+    values, others = host_values(index), host_values(other)
     shared = {value for value in values or [] if value >= 0} & set(others or [])
     if shared:
         return f"{name} must name no slot of {other_name}, got {sorted(shared)} in both"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kda_kernels._launch import current_target, device_reason, pdl_reason
+from kda_kernels.batch_checks import lane_reason, parents_reason, starts_reason
 from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
 from kda_kernels.checking import (
     errors_reason,
@@ -106,11 +107,15 @@ def verify_reason(
     workspace: torch.Tensor | None = None,
     form: str = "recurrent",
     indices_ready: bool = False,
+    starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     needs_kernels: bool = True,
+    fused: bool = False,
 ) -> str | None:
     """Why a verify of these arguments is refused, or None. Arguments as `kda_kernels.verify_fused`.
 
     ``needs_kernels=False`` leaves out what only kernels need (a device that can run them): the reference's check.
+    ``fused=True`` adds what the fused lane cannot take.
 
     Raises:
         TypeError: an argument is not of the class it should be.
@@ -128,12 +133,16 @@ def verify_reason(
     device, dtype = mixed_qkv.device, mixed_qkv.dtype
     if draft_tokens < 1:
         return f"draft_tokens must be at least 1, got {draft_tokens}"
-    if reason := _form_reason(form, record, draft_tokens):
+    reason = _form_reason(form, record, draft_tokens) or lane_reason(starts, parents, record, form, config, fused)
+    if reason:
         return reason
     if slots.ndim != 1:
         return f"slots must have shape [B], got {list(slots.shape)}"
     batch, hv, k, v = slots.shape[0], shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
-    tokens, d = batch * draft_tokens, shape.conv_dim
+    tokens = batch * draft_tokens
+    if starts is not None and mixed_qkv.ndim:
+        tokens = mixed_qkv.shape[0]
+    d = shape.conv_dim
     activation = (dtype,)
     reason = (
         (device_reason(device) if needs_kernels else None)
@@ -176,6 +185,8 @@ def verify_reason(
     return (
         index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True)
         or (None if rows is None else index_reason("rows", rows, batch, device, 0, num_rows - 1, unique=True))
+        or (None if starts is None else starts_reason(starts, batch, draft_tokens, tokens, device))
+        or (None if parents is None else parents_reason(parents, starts, slots, draft_tokens, device))
         or errors_reason(errors, device)
         or (None if out is None else tensor_reason("out", out, (tokens, hv, v), activation, device, packed=3))
         or (

@@ -36,10 +36,12 @@ def fold(
     track_steps: torch.Tensor | None = None,
     config: LaunchConfig | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """Replay each slot's first ``accept_lens[b]`` ring records into its state, in place, all layers in one launch.
 
-    The committed state equals, bit for bit, the snapshot that snapshot mode would have taken of that step.
+    The committed state equals, bit for bit, the snapshot that snapshot mode would have taken of that step. Records are
+    replayed as a chain; trees are committed from snapshots.
 
     Args:
         ssm_state: [layers, slots, HV, V, K] fp32, updated in place; layer and slot pitch free, inner dims packed.
@@ -55,6 +57,9 @@ def fold(
         track_steps: [B] 0-based step; one outside the accepted prefix is not written.
         config: launch configuration; any gives the same bits.
         errors: counters from `new_error_counts`, or None to not count.
+        starts: [B+1] of a ragged verify: accept lengths are then limited by each request's own length too, because
+            records past it are older ones. A length outside 0..draft_tokens is handled like an accept length that is
+            out of range. (A range that ends past the batch cannot be seen here; verify has counted it.)
 
     Raises:
         ValueError: an argument is refused; the message is that of `commit_checks.fold_reason`.
@@ -62,7 +67,7 @@ def fold(
     """
     prepare_fold(
         ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
-        track_slots=track_slots, track_steps=track_steps, config=config, errors=errors,
+        track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, starts=starts,
     )()  # fmt: skip
 
 
@@ -78,11 +83,12 @@ def prepare_fold(
     track_steps: torch.Tensor | None = None,
     config: LaunchConfig | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     """The first half of `fold`, which refuses or accepts its arguments; the result does the second half, the launch."""
     tensors = _given(
         ssm_state=ssm_state, slots=slots, accept_lens=accept_lens, track_slots=track_slots, track_steps=track_steps,
-        errors=errors,
+        errors=errors, starts=starts,
     )  # fmt: skip
 
     def recognised_by() -> _replay.Ticket:
@@ -95,7 +101,7 @@ def prepare_fold(
     def reason() -> str | None:
         return commit_checks.fold_reason(
             ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
-            track_slots=track_slots, track_steps=track_steps, config=config, errors=errors,
+            track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, starts=starts,
         )  # fmt: skip
 
     def launched() -> Launched | None:
@@ -116,7 +122,7 @@ def prepare_fold(
                 *_pitched(ssm_state), *_pitched(ring.raw_v), *_pitched(ring.raw_k),
                 *_pitched(ring.g), *_pitched(ring.beta),
                 slots, accept_lens, track_slots, track_steps, errors,
-                ssm_state.shape[1], batch, limit,
+                ssm_state.shape[1], batch, limit, starts, None if starts is None else draft_tokens,
             ),
             device=ssm_state.device, num_warps=chosen.num_warps, pdl=chosen.pdl, max_registers=chosen.max_registers,
             L=ring.length, H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim,
@@ -131,23 +137,31 @@ def scatter_conv(
     conv_window: torch.Tensor,
     *,
     slots: torch.Tensor,
-    accept_lens: torch.Tensor,
+    accept_lens: torch.Tensor | None = None,
     draft_tokens: int,
     rows: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     pdl: bool | None = None,
+    last_steps: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """Copy each row's window after its last accepted token into its slot's conv state, all layers in one launch.
+
+    A chain's last accepted token is number ``accept_lens[b] - 1``, a tree's is named by ``last_steps``: exactly one of
+    the two is given.
 
     Args:
         conv_state: [layers, slots, 3, D], updated in place.
         conv_window: [layers, rows, steps, 3, D] of the same dtype, as verify wrote it.
+        last_steps: [B] int32 or int64, 0-based step of the last accepted token: -1..draft_tokens - 1. -1 leaves the
+            slot untouched. Out of range as for ``accept_lens``. Any track step up to it is written: that such a step
+            lies on the accepted path is for the caller to see to.
         rows: [B] window row of each batch position; None means 0..B-1.
         pdl: programmatic dependent launch, as `LaunchConfig.pdl`.
-        slots, accept_lens, draft_tokens, track_slots, track_steps, errors: as for `fold`; accept lengths are limited
-            by ``draft_tokens`` alone here.
+        slots, accept_lens, draft_tokens, track_slots, track_steps, errors, starts: as for `fold`; there is no ring
+            here whose length would limit accept lengths.
 
     Raises:
         ValueError: an argument is refused; the message is that of `commit_checks.scatter_reason`.
@@ -156,6 +170,7 @@ def scatter_conv(
     prepare_scatter(
         conv_state, conv_window, names=("conv_state", "conv_window"), slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+        last_steps=last_steps, starts=starts,
     )()  # fmt: skip
 
 
@@ -164,13 +179,15 @@ def scatter_snapshots(
     snapshots: Snapshots,
     *,
     slots: torch.Tensor,
-    accept_lens: torch.Tensor,
+    accept_lens: torch.Tensor | None = None,
     draft_tokens: int,
     rows: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     pdl: bool | None = None,
+    last_steps: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """Copy each row's snapshot after its last accepted token into its slot's state, all layers in one launch.
 
@@ -185,6 +202,7 @@ def scatter_snapshots(
     prepare_scatter(
         ssm_state, snapshots.states, names=("ssm_state", "snapshots.states"), slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+        last_steps=last_steps, starts=starts,
     )()  # fmt: skip
 
 
@@ -194,24 +212,27 @@ def prepare_scatter(
     *,
     names: tuple[str, str],
     slots: torch.Tensor,
-    accept_lens: torch.Tensor,
+    accept_lens: torch.Tensor | None = None,
     draft_tokens: int,
     rows: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     pdl: bool | None = None,
+    last_steps: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     """What `prepare_fold` is of `fold`, of either scatter. Arguments as `commit_checks.scatter_reason`."""
+    ends = accept_lens if last_steps is None else last_steps
     tensors = _given(
-        dst=dst, src=src, slots=slots, rows=rows, accept_lens=accept_lens, track_slots=track_slots,
-        track_steps=track_steps, errors=errors,
+        dst=dst, src=src, slots=slots, rows=rows, accept_lens=ends, track_slots=track_slots,
+        track_steps=track_steps, errors=errors, starts=starts,
     )  # fmt: skip
 
     def recognised_by() -> _replay.Ticket:
         return (
             (names, dst.shape, slots.shape, draft_tokens),
-            (pdl, pdl.__class__, draft_tokens.__class__, *tensors),
+            (pdl, pdl.__class__, draft_tokens.__class__, accept_lens is None, last_steps is None, *tensors),
             (),
         )
 
@@ -219,6 +240,7 @@ def prepare_scatter(
         return commit_checks.scatter_reason(
             dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
             track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
+            last_steps=last_steps, starts=starts,
         )  # fmt: skip
 
     def launched() -> Launched | None:
@@ -229,12 +251,12 @@ def prepare_scatter(
             dst.shape[0] * batch * -(-entry // block),
             (
                 *_pitched(dst), *_pitched(src),
-                slots, rows, accept_lens, track_slots, track_steps, errors,
-                dst.shape[1], src.shape[1], batch, draft_tokens,
+                slots, rows, ends, track_slots, track_steps, errors,
+                dst.shape[1], src.shape[1], batch, draft_tokens, starts,
             ),
             device=dst.device, num_warps=SCATTER_NUM_WARPS, pdl=pdl,
-            N=entry, BLOCK_N=block, HAS_ROWS=rows is not None, HAS_TRACK=track_slots is not None,
-            COUNT=errors is not None,
+            N=entry, BLOCK_N=block, LAST_STEPS=last_steps is not None, HAS_ROWS=rows is not None,
+            HAS_TRACK=track_slots is not None, COUNT=errors is not None,
         )  # fmt: skip
 
     return _replay.prepared(tensors, recognised_by, reason, launched)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from kda_kernels._launch import device_reason, pdl_reason
+from kda_kernels.batch_checks import accept_reason, starts_reason
 from kda_kernels.buffers import Ring
 from kda_kernels.checking import (
     INDEX_DTYPES,
@@ -23,8 +26,9 @@ SCATTER_DTYPES = (*ACTIVATION_DTYPES, torch.float32)
 
 
 def _commit_index_reason(
-    slots: torch.Tensor, accept_lens: torch.Tensor, draft_tokens: int, num_slots: int, limit: int,
+    slots: torch.Tensor, accept_lens: torch.Tensor | None, draft_tokens: int, num_slots: int, limit: int,
     device: torch.device, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
+    starts: torch.Tensor | None, last_steps: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
     typed("slots", slots, torch.Tensor)
     typed("draft_tokens", draft_tokens, int)
@@ -33,8 +37,17 @@ def _commit_index_reason(
     if slots.ndim != 1:
         return f"slots must have shape [B], got {list(slots.shape)}"
     batch = slots.shape[0]
-    reason = index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True) or index_reason(
-        "accept_lens", accept_lens, batch, device, 0, limit
+    if accept_lens is not None and last_steps is not None:
+        return "accept_lens and last_steps must not be given together: the one counts the tokens that end at the other"
+    if accept_lens is None and last_steps is not None:
+        name, ends, offset = "last_steps", last_steps, 1
+    else:
+        name, ends, offset = "accept_lens", cast(torch.Tensor, accept_lens), 0
+    reason = (
+        index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True)
+        or index_reason(name, ends, batch, device, -offset, limit - offset)
+        or (None if starts is None else starts_reason(starts, batch, draft_tokens, None, device))
+        or (None if starts is None else accept_reason(name, ends, starts, offset))
     )
     if reason is None and (track_slots is None) != (track_steps is None):
         reason = "track_slots and track_steps must be given together, got only one of them"
@@ -60,6 +73,7 @@ def fold_reason(
     track_steps: torch.Tensor | None = None,
     config: LaunchConfig | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     needs_kernels: bool = True,
 ) -> str | None:
     """Why a fold of these arguments is refused, or None. Arguments as `kda_kernels.fold`."""
@@ -94,6 +108,7 @@ def fold_reason(
             device,
             track_slots,
             track_steps,
+            starts,
         )
         or errors_reason(errors, device)
         or (config_reason(config, device) if config is not None and needs_kernels else None)
@@ -106,13 +121,15 @@ def scatter_reason(
     *,
     names: tuple[str, str] = ("dst", "src"),
     slots: torch.Tensor,
-    accept_lens: torch.Tensor,
+    accept_lens: torch.Tensor | None = None,
     draft_tokens: int,
     rows: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     pdl: bool | None = None,
+    last_steps: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     needs_kernels: bool = True,
 ) -> str | None:
     """Why copying ``src[layer, row, accept - 1]`` to ``dst[layer, slot]`` is refused, or None.
@@ -137,8 +154,9 @@ def scatter_reason(
     if reason := reason or pitch_reason(names[0], dst, 2):
         return reason
     reason = _commit_index_reason(
-        slots, accept_lens, draft_tokens, dst.shape[1], draft_tokens, device, track_slots, track_steps
-    )
+        slots, accept_lens, draft_tokens, dst.shape[1], draft_tokens, device, track_slots, track_steps, starts,
+        last_steps,
+    )  # fmt: skip
     if reason:
         return reason
     if src.shape[2] < draft_tokens:

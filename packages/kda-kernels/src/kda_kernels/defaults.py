@@ -51,13 +51,17 @@ def default_verify_config(
     *,
     form: str = "recurrent",
     indices_ready: bool = False,
+    chains: bool = True,
 ) -> LaunchConfig:
-    """Configuration of a verify of ``batch`` requests of ``draft_tokens`` tokens on ``device``."""
+    """Configuration of a verify of ``batch`` requests of ``draft_tokens`` tokens on ``device``.
+
+    ``chains=False``: a ragged or tree batch, which only the portable kernel takes.
+    """
     backend = current_target(device)[0]
     if backend == "interpreter":
         return WHOLE_HEAD
     long_chunk = form == "chunked" and draft_tokens > MAX_GLUON_CHUNKED_TOKENS
-    if backend != "cuda" or long_chunk:
+    if backend != "cuda" or long_chunk or not chains:
         return PORTABLE_LONG_CHUNK if long_chunk else PORTABLE
     heads = batch * shape.num_v_heads
     if indices_ready and draft_tokens == 4 and heads <= 16:

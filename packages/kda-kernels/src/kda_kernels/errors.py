@@ -15,9 +15,13 @@ class ErrorKind(IntEnum):
     ROW = 1
     """A window or snapshot row outside its buffer."""
     ACCEPT = 2
-    """An accept length below 0, above the draft tokens, or above the ring length."""
+    """An accept length below 0, or above the draft tokens, the ring length or the request's own length."""
     TRACK_SLOT = 3
     """A tracking slot below -1 or not in the pool; only the tracking copy is left out."""
+    LENGTH = 4
+    """A range of tokens in ``starts`` that is negative, longer than the draft tokens, or outside the batch."""
+    PARENT = 5
+    """A request in whose ``parents`` a token comes before its parent, or is its own."""
 
 
 def new_error_counts(device: torch.device | str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import cast
 
 import torch
 
@@ -46,13 +47,12 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def conv_silu(columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Causal conv of width 4 and SiLU. columns: [T+3, D], oldest first; weight: [D, 4] -> [T, D] in columns' dtype."""
-    tokens = columns.shape[0] - 3
-    acc = torch.zeros(tokens, columns.shape[1], dtype=_precision.get(), device=columns.device)
+    """Causal conv of width 4 and SiLU. columns: [T, 4, D], oldest first; weight: [D, 4] -> [T, D] in columns' dtype."""
+    acc = torch.zeros(columns.shape[0], columns.shape[2], dtype=_precision.get(), device=columns.device)
     if bias is not None:
         acc = acc + _wide(bias)
     for tap in range(4):
-        product = _wide(columns[tap : tap + tokens]) * _wide(weight[:, tap])
+        product = _wide(columns[:, tap]) * _wide(weight[:, tap])
         # A 16-bit weight's product is rounded to its type; an fp32 weight's is not.
         acc = acc + (product if weight.dtype == torch.float32 else _wide(product.to(weight.dtype)))
     return (acc / (1 + torch.exp(-acc))).to(columns.dtype)
@@ -115,38 +115,78 @@ def verify_reference(
     workspace: torch.Tensor | None = None,
     form: str = "recurrent",
     indices_ready: bool = False,
+    starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kda_kernels.verify_fused` in plain torch; ``config`` and ``workspace`` are checked and otherwise unused."""
     reason = checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
-        form=form, indices_ready=indices_ready, needs_kernels=False,
+        form=form, indices_ready=indices_ready, starts=starts, parents=parents, needs_kernels=False,
     )  # fmt: skip
     refuse(reason)
     if out is None:
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
     num_rows = common_rows(state, record)
     row_list = range(len(slots)) if rows is None else rows.tolist()
+    owned = torch.zeros(mixed_qkv.shape[0], dtype=torch.bool)
     for i, (slot, row) in enumerate(zip(slots.tolist(), row_list, strict=True)):
-        tokens = slice(i * draft_tokens, (i + 1) * draft_tokens)
+        tokens = slice(i * draft_tokens, (i + 1) * draft_tokens) if starts is None else _range(starts, i)
         slot_usable = _usable_slot(slot, state.ssm_state.shape[0], errors)
-        if not (_usable_row(row, num_rows, errors) and slot_usable):
-            out[tokens] = 0
+        usable = _usable_row(row, num_rows, errors) and slot_usable
+        if not _usable_range(tokens, draft_tokens, mixed_qkv.shape[0], errors):
             continue
-        out[tokens] = _verify_request(
-            mixed_qkv[tokens], a[tokens], b[tokens], shape, params, state, record, slot, row, draft_tokens, form
-        )
+        length = tokens.stop - tokens.start
+        earlier = list(range(-1, length - 1)) if parents is None else parents[i, :length].tolist()
+        if not (usable and _usable_parents(earlier, errors)):
+            continue
+        owned[tokens] = True
+        if length:
+            out[tokens] = _verify_request(
+                mixed_qkv[tokens], a[tokens], b[tokens], shape, params, state, record, slot, row, earlier, form
+            )
+    out[~owned] = 0
     return out
+
+
+def _range(starts: torch.Tensor, i: int) -> slice:
+    return slice(int(starts[i]), int(starts[i + 1]))
+
+
+def _usable_range(tokens: slice, most: int, num_tokens: int | None, errors: torch.Tensor | None) -> bool:
+    usable = 0 <= tokens.start <= tokens.stop <= tokens.start + most
+    usable = usable and (num_tokens is None or tokens.stop <= num_tokens)
+    if not usable:
+        _count(errors, ErrorKind.LENGTH)
+    return usable
+
+
+def _usable_parents(parents: list[int], errors: torch.Tensor | None) -> bool:
+    usable = all(-1 <= parent < t for t, parent in enumerate(parents))
+    if not usable:
+        _count(errors, ErrorKind.PARENT)
+    return usable
+
+
+def _paths(parents: list[int]) -> list[list[int]]:
+    """For each token the four input columns that end at it on its path: 0, 1, 2 are the conv state's, 3 + t token t's.
+
+    The root's parent, -1, is column 2.
+    """
+    paths: dict[int, list[int]] = {-1: [-1, 0, 1, 2]}
+    for t, parent in enumerate(parents):
+        paths[t] = [*paths[parent][1:], 3 + t]
+    return [paths[t] for t in range(len(parents))]
 
 
 def _verify_request(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, shape: KdaShape, params: LayerParams, state: LayerState,
-    record: Ring | Snapshots, slot: int, row: int, tokens: int, form: str,
+    record: Ring | Snapshots, slot: int, row: int, parents: list[int], form: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Verify one request; x: [T, D], a: [T, HV*K], b: [T, HV] -> [T, HV, V] fp32."""
-    h, hv, k_dim = shape.num_heads, shape.num_v_heads, shape.head_k_dim
-    columns = torch.cat([state.conv_state[slot], x])
-    state.conv_window[row, :tokens] = columns.unfold(0, 3, 1)[1:].transpose(1, 2)
+    """Verify one request; x: [T, D], a: [T, HV*K], b: [T, HV], parents: of its T tokens -> [T, HV, V] fp32."""
+    h, hv, k_dim, tokens = shape.num_heads, shape.num_v_heads, shape.head_k_dim, len(parents)
+    columns = torch.cat([state.conv_state[slot], x])[torch.tensor(_paths(parents), device=x.device)]
+    state.conv_window[row, :tokens] = columns[:, 1:]
     y = conv_silu(columns, params.conv_weight, params.conv_bias)
     q_raw, k_raw, v_raw = y.split([h * k_dim, h * k_dim, hv * shape.head_v_dim], dim=1)
     k_raw, v_raw = k_raw.view(tokens, h, k_dim), v_raw.view(tokens, hv, shape.head_v_dim)
@@ -162,11 +202,12 @@ def _verify_request(
     q = (l2_normalise(_wide(q_raw.view(tokens, h, k_dim))) * params.scale_for(shape)).repeat_interleave(group, 1)
     k = l2_normalise(_wide(k_raw)).repeat_interleave(group, 1)
     S = _wide(state.ssm_state[slot])
+    states = {-1: S}
     if form == "chunked":
         return chunked_outputs(S, q, k, _wide(v_raw), g, beta)
     outputs = []
     for t in range(tokens):
-        S = delta_step(S, k[t], _wide(v_raw[t]), g[t], beta[t])
+        S = states[t] = delta_step(states[parents[t]], k[t], _wide(v_raw[t]), g[t], beta[t])
         outputs.append((S * q[t][:, None, :]).sum(-1))
         if isinstance(record, Snapshots):
             record.states[row, t] = S
@@ -175,7 +216,7 @@ def _verify_request(
 
 def _commits(
     slots: torch.Tensor, accept_lens: torch.Tensor, num_slots: int, limit: int, errors: torch.Tensor | None,
-    track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
+    track_slots: torch.Tensor | None, track_steps: torch.Tensor | None, starts: torch.Tensor | None, draft_tokens: int,
     rows: torch.Tensor | None = None, num_rows: int | None = None,
 ) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
     """The (row, slot, accept, track slot or -1, track step) of every batch position that commits something."""
@@ -184,13 +225,18 @@ def _commits(
     row_list = range(batch) if rows is None else rows.tolist()
     track_list = [-1] * batch if track_slots is None else track_slots.tolist()
     step_list = [-1] * batch if track_steps is None else track_steps.tolist()
-    for row, slot, accept, track, step in zip(
-        row_list, slots.tolist(), accept_lens.tolist(), track_list, step_list, strict=True
+    for i, (row, slot, accept, track, step) in enumerate(
+        zip(row_list, slots.tolist(), accept_lens.tolist(), track_list, step_list, strict=True)
     ):
-        slot_usable = _usable_slot(slot, num_slots, errors)
-        if not (slot_usable and (num_rows is None or _usable_row(row, num_rows, errors))):
+        tokens = slice(0, limit) if starts is None else _range(starts, i)
+        usable = [
+            _usable_slot(slot, num_slots, errors),
+            num_rows is None or _usable_row(row, num_rows, errors),
+            _usable_range(tokens, draft_tokens, None, errors),
+        ]
+        if not all(usable):
             continue
-        if not 0 <= accept <= limit:
+        if not 0 <= accept <= min(limit, tokens.stop - tokens.start):
             _count(errors, ErrorKind.ACCEPT)
             continue
         if accept == 0:
@@ -215,17 +261,19 @@ def fold_reference(
     track_steps: torch.Tensor | None = None,
     config: LaunchConfig | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """`kda_kernels.fold` in plain torch."""
     reason = commit_checks.fold_reason(
         ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
-        track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, needs_kernels=False,
+        track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, starts=starts,
+        needs_kernels=False,
     )  # fmt: skip
     refuse(reason)
     limit = min(draft_tokens, ring.length)
     group = shape.num_v_heads // shape.num_heads
     for _, slot, accept, track, step in _commits(
-        slots, accept_lens, ssm_state.shape[1], limit, errors, track_slots, track_steps
+        slots, accept_lens, ssm_state.shape[1], limit, errors, track_slots, track_steps, starts, draft_tokens
     ):
         for layer in range(ssm_state.shape[0]):
             records = ring.layer(layer)
@@ -244,18 +292,20 @@ def scatter_conv_reference(
     conv_window: torch.Tensor,
     *,
     slots: torch.Tensor,
-    accept_lens: torch.Tensor,
+    accept_lens: torch.Tensor | None = None,
     draft_tokens: int,
     rows: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     pdl: bool | None = None,
+    last_steps: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_conv` in plain torch."""
     _scatter_reference(
         conv_state, conv_window, ("conv_state", "conv_window"), slots, accept_lens, draft_tokens, rows, track_slots,
-        track_steps, errors, pdl,
+        track_steps, errors, pdl, last_steps, starts,
     )  # fmt: skip
 
 
@@ -264,37 +314,44 @@ def scatter_snapshots_reference(
     snapshots: Snapshots,
     *,
     slots: torch.Tensor,
-    accept_lens: torch.Tensor,
+    accept_lens: torch.Tensor | None = None,
     draft_tokens: int,
     rows: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     pdl: bool | None = None,
+    last_steps: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_snapshots` in plain torch."""
     if not isinstance(snapshots, Snapshots):
         raise TypeError(f"snapshots must be Snapshots, got {type(snapshots).__name__}")
     _scatter_reference(
         ssm_state, snapshots.states, ("ssm_state", "snapshots.states"), slots, accept_lens, draft_tokens, rows,
-        track_slots, track_steps, errors, pdl,
+        track_slots, track_steps, errors, pdl, last_steps, starts,
     )  # fmt: skip
 
 
 @torch.no_grad()
 def _scatter_reference(
-    dst: torch.Tensor, src: torch.Tensor, names: tuple[str, str], slots: torch.Tensor, accept_lens: torch.Tensor,
-    draft_tokens: int, rows: torch.Tensor | None, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
-    errors: torch.Tensor | None, pdl: bool | None,
+    dst: torch.Tensor, src: torch.Tensor, names: tuple[str, str], slots: torch.Tensor,
+    accept_lens: torch.Tensor | None, draft_tokens: int, rows: torch.Tensor | None, track_slots: torch.Tensor | None,
+    track_steps: torch.Tensor | None, errors: torch.Tensor | None, pdl: bool | None, last_steps: torch.Tensor | None,
+    starts: torch.Tensor | None,
 ) -> None:  # fmt: skip
     reason = commit_checks.scatter_reason(
         dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
-        track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl, needs_kernels=False,
+        track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl, last_steps=last_steps,
+        starts=starts, needs_kernels=False,
     )  # fmt: skip
     refuse(reason)
+    if accept_lens is None:
+        accept_lens = cast(torch.Tensor, last_steps) + 1
     for row, slot, accept, track, step in _commits(
-        slots, accept_lens, dst.shape[1], draft_tokens, errors, track_slots, track_steps, rows, src.shape[1]
-    ):
+        slots, accept_lens, dst.shape[1], draft_tokens, errors, track_slots, track_steps, starts, draft_tokens,
+        rows, src.shape[1],
+    ):  # fmt: skip
         dst[:, slot] = src[:, row, accept - 1]
         if track >= 0:
             dst[:, track] = src[:, row, step]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 
 from kda_kernels import checks
 from kda_kernels._gluon.verify import verify_gluon_kernel
@@ -19,6 +20,9 @@ from kda_kernels.shapes import KdaShape, LaunchConfig
 
 CONV_BLOCK_CHANNELS = 128
 CONV_NUM_WARPS = 4
+
+UNOWNED_ROWS = 16
+"""Rows of a ragged batch for each program that zeroes those of no request."""
 
 
 def verify_fused(
@@ -39,6 +43,8 @@ def verify_fused(
     workspace: torch.Tensor | None = None,
     form: str = "recurrent",
     indices_ready: bool = False,
+    starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Verify T draft tokens of B requests in one kernel: conv, SiLU, gates, l2-norm, delta rule, record, windows.
 
@@ -71,7 +77,9 @@ def verify_fused(
             outputs are within rounding of the recurrent form's, not bit-identical to token-by-token decode; its ring
             records, hence the committed state, are.
         indices_ready: the caller declares that the kernel launched just before this one on the stream does not write
-            ``slots`` and ``rows``. They are then read before the wait of programmatic dependent launch.
+            ``slots``, ``rows``, ``starts`` and ``parents``. They are then read before the wait of programmatic
+            dependent launch.
+        starts, parents: None; ragged batches and trees are for `verify_unfused`.
 
     Returns:
         [B*T, HV, V] in mixed_qkv's dtype; rows of padded positions are exactly 0.
@@ -86,6 +94,8 @@ def verify_fused(
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
         form, indices_ready, True,
     )  # fmt: skip
+    if starts is not None or parents is not None:
+        return _verify(VerifyCall(*call, starts, parents), None)  # refused
     replayed, ticket = replay(call)
     return _verify(VerifyCall(*call), ticket) if replayed is None else replayed
 
@@ -108,22 +118,42 @@ def verify_unfused(
     workspace: torch.Tensor | None = None,
     form: str = "recurrent",
     indices_ready: bool = False,
+    starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`verify_fused` in two kernels: the causal-conv update (SiLU, windows), then the gated delta-rule recurrence.
 
-    Arguments, result and errors are those of `verify_fused`. mixed_qkv is taken as it is: no transposed copies.
+    Arguments, result and errors are those of `verify_fused`, and two more. mixed_qkv is taken as it is: no transposed
+    copies. A ragged batch or a tree is verified by the portable kernels, with the bits that each request, or each path
+    from the root to a leaf, has as a chain of its own.
+
+    Args:
+        starts: [B+1] int32 or int64, cumulative token offsets of a ragged batch. Request i's tokens are rows
+            ``starts[i]`` to ``starts[i + 1] - 1`` of mixed_qkv, a, b and out, which have N rows, as many as one likes;
+            its length is 0..``draft_tokens``. Ring records, window entries and snapshots past its length are left
+            alone. Rows that belong to no request get exactly 0, whatever their input. A range that is negative, too
+            long or outside 0..N is refused if the tensor is on the CPU; met on the device, the request is treated as
+            padded, its rows as nobody's, and it is counted in ``errors``. Should that make two requests' ranges
+            overlap, rows in both get either's output.
+        parents: [B, T] int32 or int64, with `Snapshots` and in the recurrent form: the step that token t follows, less
+            than t; -1 for the committed state, as of the root. A token's conv inputs are its ancestors', its window and
+            snapshot those after its own path. With ``starts``, entries past a request's length mean nothing. Any other
+            parent is refused if the tensor is on the CPU; met on the device, the request is treated as padded and
+            counted.
     """
     call = (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
         form, indices_ready, False,
     )  # fmt: skip
+    if starts is not None or parents is not None:
+        return _verify(VerifyCall(*call, starts, parents), None)
     replayed, ticket = replay(call)
     return _verify(VerifyCall(*call), ticket) if replayed is None else replayed
 
 
 def _verify(call: VerifyCall, ticket: Ticket | None) -> torch.Tensor:
     """Check a call, launch its kernels and remember them."""
-    refuse(checks.verify_reason(**call.arguments()))
+    refuse(checks.verify_reason(**call.arguments(), fused=call.fused))
     out, workspace = call.out, call.workspace
     if out is None:
         out = call.mixed_qkv.new_empty(call.mixed_qkv.shape[0], call.shape.num_v_heads, call.shape.head_v_dim)
@@ -155,6 +185,7 @@ def _launch_conv(call: VerifyCall, y: torch.Tensor) -> Launched | None:
             state.conv_window, pitch(state.conv_window),
             y, call.slots, call.rows,
             state.conv_state.shape[0], common_rows(state, call.record),
+            call.starts, call.parents, None if call.starts is None else x.shape[0],
         ),
         device=x.device, num_warps=CONV_NUM_WARPS, pdl=call.config.pdl if call.config else None,
         T=call.draft_tokens, D=d, BLOCK_D=block_d, HAS_BIAS=params.conv_bias is not None,
@@ -166,8 +197,9 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
     """Launch the fused kernel on mixed_qkv, or the recurrence on the conv kernel's output."""
     shape, params, state, fused = call.shape, call.params, call.state, call.fused
     config = call.config or default_verify_config(
-        shape, call.slots.shape[0], call.draft_tokens, x.device, form=call.form, indices_ready=call.indices_ready
-    )
+        shape, call.slots.shape[0], call.draft_tokens, x.device, form=call.form, indices_ready=call.indices_ready,
+        chains=call.starts is None and call.parents is None,
+    )  # fmt: skip
     block_v = min(config.block_v, shape.head_v_dim)
     ring = call.record if isinstance(call.record, Ring) else None
     snapshots = None if isinstance(call.record, Ring) else call.record.states
@@ -178,9 +210,12 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
             "ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps,
             "STATE_FIRST": config.state_first, "PREFETCH": config.prefetch and current_target(x.device)[1] >= 90,
         }  # fmt: skip
+    programs = call.slots.shape[0] * shape.num_v_heads * (shape.head_v_dim // block_v)
+    if call.starts is not None:
+        programs += triton.cdiv(x.shape[0], UNOWNED_ROWS)  # for the rows that belong to no request
     return launch(
         kernel,
-        call.slots.shape[0] * shape.num_v_heads * (shape.head_v_dim // block_v),
+        programs,
         (
             x, pitch(x),
             params.conv_weight if fused else None, params.conv_bias if fused else None,
@@ -193,6 +228,7 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
             *_ring_arguments(ring),
             out, call.slots, call.rows, call.errors,
             state.ssm_state.shape[0], common_rows(state, call.record), float(params.scale_for(shape)),
+            *(() if layout else _batch_arguments(call)),
         ),
         device=x.device, num_warps=config.num_warps, pdl=config.pdl, max_registers=config.max_registers,
         T=call.draft_tokens, L=ring.length if ring else 0,
@@ -203,6 +239,13 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
         # Unfused, the kernel before is the conv kernel, which writes no index.
         INDICES_READY=call.indices_ready or not fused, **layout,
     )  # fmt: skip
+
+
+def _batch_arguments(call: VerifyCall) -> tuple[torch.Tensor | int | None, ...]:
+    """What only ragged and tree batches have, in the kernel's order."""
+    if call.starts is None:
+        return None, call.parents, None, None
+    return call.starts, call.parents, call.slots.shape[0], call.mixed_qkv.shape[0]
 
 
 def _ring_arguments(ring: Ring | None) -> tuple[torch.Tensor | int | None, ...]:

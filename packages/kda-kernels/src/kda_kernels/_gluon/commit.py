@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from kda_kernels._gluon.layouts import packed, row_layout, state_layout
 from kda_kernels._triton.arithmetic import delta_step, dot_k, in_layout, inverse_norm
+from kda_kernels._triton.batches import count_length_error, load_range
 from kda_kernels._triton.common import (
     count_accept_error,
     count_slot_error,
@@ -43,8 +44,8 @@ def stage_records(k, g, v, beta, k_shared, decay_shared, v_shared, beta_shared):
 
 @gluon.jit(
     # ring_beta_layer_pitch: slots * HV * L, a multiple of 16 or not by the number of slots
-    do_not_specialize=["num_slots", "batch", "limit", "ring_beta_layer_pitch"],
-    do_not_specialize_on_alignment=["slots", "accept_lens", "track_slots", "track_steps", "errors"],
+    do_not_specialize=["num_slots", "batch", "limit", "draft_tokens", "ring_beta_layer_pitch"],
+    do_not_specialize_on_alignment=["slots", "accept_lens", "track_slots", "track_steps", "errors", "starts"],
 )
 def fold_gluon_kernel(
     ssm_state, ssm_layer_pitch, ssm_pitch,  # [layers, slots, HV, V, K] fp32, updated in place
@@ -54,6 +55,7 @@ def fold_gluon_kernel(
     ring_beta, ring_beta_layer_pitch, ring_beta_pitch,  # [layers, slots, HV, L] fp32
     slots, accept_lens, track_slots, track_steps, errors,
     num_slots, batch, limit,
+    starts, draft_tokens,  # [B+1] or None; the integer goes with it
     L: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
     HAS_TRACK: gl.constexpr, COUNT: gl.constexpr, PDL: gl.constexpr,
     TOKENS: gl.constexpr, ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr,
@@ -95,8 +97,14 @@ def fold_gluon_kernel(
     first = pid == i_n * (NUM_V * HV)
     slot, usable = load_slot(slots, i_n, num_slots)
     accept, valid = load_accept(accept_lens, i_n, limit)
+    if starts is not None:
+        _, length, range_usable = load_range(starts, i_n, draft_tokens)
+        usable = usable & range_usable
+        valid = valid & (accept <= length)  # records past the request's own are older ones
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
+        if starts is not None:
+            count_length_error(errors, range_usable, first, COUNT)
         count_accept_error(errors, usable & (not valid), first, COUNT)
         return
 

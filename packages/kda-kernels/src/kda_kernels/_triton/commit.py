@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kda_kernels._triton.arithmetic import delta_step, l2_normalise
+from kda_kernels._triton.batches import count_length_error, load_range
 from kda_kernels._triton.common import (
     count_accept_error,
     count_row_error,
@@ -18,8 +19,8 @@ from kda_kernels._triton.common import (
 
 @triton.jit(
     # ring_beta_layer_pitch: slots * HV * L, a multiple of 16 or not by the number of slots
-    do_not_specialize=["num_slots", "batch", "limit", "ring_beta_layer_pitch"],
-    do_not_specialize_on_alignment=["slots", "accept_lens", "track_slots", "track_steps", "errors"],
+    do_not_specialize=["num_slots", "batch", "limit", "draft_tokens", "ring_beta_layer_pitch"],
+    do_not_specialize_on_alignment=["slots", "accept_lens", "track_slots", "track_steps", "errors", "starts"],
 )
 def fold_kernel(
     ssm_state, ssm_layer_pitch, ssm_pitch,  # [layers, slots, HV, V, K] fp32, updated in place
@@ -29,6 +30,7 @@ def fold_kernel(
     ring_beta, ring_beta_layer_pitch, ring_beta_pitch,  # [layers, slots, HV, L] fp32
     slots, accept_lens, track_slots, track_steps, errors,
     num_slots, batch, limit,
+    starts, draft_tokens,  # [B+1] or None; the integer goes with it
     L: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_TRACK: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -44,8 +46,14 @@ def fold_kernel(
     first = pid == i_n * (NUM_V * HV)
     slot, usable = load_slot(slots, i_n, num_slots)
     accept, valid = load_accept(accept_lens, i_n, limit)
+    if starts is not None:
+        _, length, range_usable = load_range(starts, i_n, draft_tokens)
+        usable = usable & range_usable
+        valid = valid & (accept <= length)  # records past the request's own are older ones
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
+        if starts is not None:
+            count_length_error(errors, range_usable, first, COUNT)
         count_accept_error(errors, usable & (not valid), first, COUNT)
         return
     if HAS_TRACK:
@@ -74,17 +82,21 @@ def fold_kernel(
 
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows", "batch", "limit"],
-    do_not_specialize_on_alignment=["slots", "rows", "accept_lens", "track_slots", "track_steps", "errors"],
+    do_not_specialize_on_alignment=["slots", "rows", "accept_lens", "track_slots", "track_steps", "errors", "starts"],
 )
 def scatter_kernel(
     dst, dst_layer_pitch, dst_pitch,  # [layers, slots, N]: conv state or recurrent state
     src, src_layer_pitch, src_pitch,  # [layers, rows, steps, N]: conv windows or snapshots
     slots, rows, accept_lens, track_slots, track_steps, errors,
     num_slots, num_rows, batch, limit,
-    N: tl.constexpr, BLOCK_N: tl.constexpr,
+    starts,  # [B+1] or None
+    N: tl.constexpr, BLOCK_N: tl.constexpr, LAST_STEPS: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_TRACK: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``dst[layer, slots[b]] = src[layer, row(b), accept_lens[b] - 1]``, and the same for the tracked step."""
+    """``dst[layer, slots[b]] = src[layer, row(b), accept_lens[b] - 1]``, and the same for the tracked step.
+
+    With ``LAST_STEPS``, ``accept_lens`` holds the last accepted step and not the number of accepted ones.
+    """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     i_n = (pid // NUM_N) % batch
@@ -94,11 +106,17 @@ def scatter_kernel(
     first = pid == i_n * NUM_N
     slot, slot_usable = load_slot(slots, i_n, num_slots)
     row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
-    accept, valid = load_accept(accept_lens, i_n, limit)
+    accept, valid = load_accept(accept_lens, i_n, limit, LAST_STEPS)
     usable = slot_usable & row_usable
+    if starts is not None:
+        _, length, range_usable = load_range(starts, i_n, limit)
+        usable = usable & range_usable
+        valid = valid & (accept <= length)  # entries past the request's own are older ones
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
         count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
+        if starts is not None:
+            count_length_error(errors, range_usable, first, COUNT)
         count_accept_error(errors, usable & (not valid), first, COUNT)
         return
     offsets = (pid % NUM_N) * BLOCK_N + tl.arange(0, BLOCK_N)

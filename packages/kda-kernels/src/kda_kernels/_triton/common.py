@@ -47,9 +47,11 @@ def load_row(rows, i, num_rows, HAS_ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_accept(accept_lens, i, limit):
-    """(accepted prefix of batch position i int64, whether it is within 0..limit)."""
+def load_accept(accept_lens, i, limit, LAST_STEPS: tl.constexpr = False):
+    """(accepted prefix of batch position i int64, whether it is within 0..limit); ``LAST_STEPS``: given less 1."""
     accept = tl.load(accept_lens + i).to(tl.int64)
+    if LAST_STEPS:
+        accept += 1
     return accept, (accept >= 0) & (accept <= limit)
 
 

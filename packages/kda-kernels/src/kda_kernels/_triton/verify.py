@@ -23,6 +23,15 @@ from kda_kernels._triton.arithmetic import (
     log_decay,
     split_last,
 )
+from kda_kernels._triton.batches import (
+    count_length_error,
+    count_parent_error,
+    load_column,
+    load_range,
+    parents_are_earlier,
+    previous_column,
+    zero_unowned_rows,
+)
 from kda_kernels._triton.chunked import begin_chunk, chunk_outputs, extend_chunk
 from kda_kernels._triton.common import count_row_error, count_slot_error, load_row, load_slot, pdl_wait
 
@@ -61,8 +70,8 @@ def store_window(window, x1, x2, x3, channels, mask, D: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "num_rows"],
-    do_not_specialize_on_alignment=["slots", "rows", "errors"],
+    do_not_specialize=["num_slots", "num_rows", "batch", "num_tokens"],
+    do_not_specialize_on_alignment=["slots", "rows", "errors", "starts", "parents"],
 )
 def verify_kernel(
     x, x_stride,  # [B*T, D]: mixed_qkv (fused) or the conv kernel's output
@@ -78,12 +87,17 @@ def verify_kernel(
     out,  # [B*T, HV, V]
     slots, rows, errors,  # [B], [B], [len(ErrorKind)]
     num_slots, num_rows, scale,
+    starts, parents, batch, num_tokens,  # [B+1] or None, [B, T] or None; the integers go with starts
     T: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_V: tl.constexpr, FUSED: tl.constexpr, RING: tl.constexpr, HAS_BIAS: tl.constexpr,
     SAFE_GATE: tl.constexpr, CONTRACT: tl.constexpr, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
     CHUNKED: tl.constexpr, INDICES_READY: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(RING or not CHUNKED, "the chunked form has no states to store")
+    RAGGED: tl.constexpr = starts is not None
+    TREE: tl.constexpr = parents is not None
+    tl.static_assert(not (TREE and (RING or FUSED)), "a token of a tree starts from its parent's snapshot")
+    tl.static_assert(not (RAGGED and FUSED), "the fused lane takes chains of one length")
     D: tl.constexpr = 2 * H * K + HV * V
     NUM_V: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)
@@ -91,14 +105,23 @@ def verify_kernel(
     i_hv = (pid // NUM_V) % HV
     i_n = pid // (NUM_V * HV)
     i_h = i_hv // (HV // H)
+    if RAGGED:
+        if i_n >= batch:  # programs behind those of the batch look after the rows that belong to no request
+            pdl_wait(PDL)
+            of_batch = batch * (HV * NUM_V)
+            zero_unowned_rows(
+                out, starts, pid - of_batch, tl.num_programs(0) - of_batch, batch, num_tokens, T, HV * V
+            )
+            return
 
     k_range = tl.arange(0, K)[None, :]
     v_range = (i_v * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
     q_channels = i_h * K + k_range
     k_channels = H * K + q_channels
     v_channels = 2 * H * K + i_hv * V + v_range
-    token = tl.cast(i_n, tl.int64) * T
-    p_out = out + (token * HV + i_hv) * V + i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    if not RAGGED:
+        token = tl.cast(i_n, tl.int64) * T
+        p_out = out + (token * HV + i_hv) * V + i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     ACT: tl.constexpr = out.dtype.element_ty
 
     # Layer parameters: no kernel of a step writes them, so they may be read before the wait.
@@ -115,13 +138,34 @@ def verify_kernel(
     row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
     if INDICES_READY:
         pdl_wait(PDL)
-    if not (slot_usable & row_usable):
+    usable = slot_usable & row_usable
+    if RAGGED:
+        token, length, range_usable = load_range(starts, i_n, T)
+        range_usable = range_usable & (token + length <= num_tokens)
+        length = length.to(tl.int32)
+        p_out = out + (token * HV + i_hv) * V + i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+        usable = usable & range_usable
+    if TREE:
+        parents += tl.cast(i_n, tl.int64) * T
+        is_tree = (not usable) | parents_are_earlier(parents, length if RAGGED else T, T)
+        usable = usable & is_tree
+    if not usable:
         first = (i_hv == 0) & (i_v == 0)
         count_slot_error(errors, slot, num_slots, first, COUNT)
         count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
-        for t in tl.static_range(T):
-            tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))
+        if TREE:
+            count_parent_error(errors, is_tree, first, COUNT)
+        if RAGGED:
+            count_length_error(errors, range_usable, first, COUNT)
+            for t in range(tl.where(range_usable, length, 0)):  # a wrong range may hold a neighbour's rows
+                tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))
+        else:
+            for t in tl.static_range(T):
+                tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))
         return
+    if RAGGED:
+        if length == 0:
+            return
 
     x += token * x_stride
     a += token * a_stride + i_hv * K
@@ -149,13 +193,13 @@ def verify_kernel(
         t_index = tl.arange(0, TP)[:, None]
         s_index = tl.arange(0, TP)[None, :]
         chunk = begin_chunk(TP, K, BLOCK_V)
-    for t in range(T):
+    for t in range(length if RAGGED else T):
         q3 = q_next
         k3 = k_next
         v3 = v_next
         g = log_decay(a_next.to(tl.float32), gate_bias, rate_log, lower_bound, SAFE_GATE)
         beta = beta_of(b_next.to(tl.float32))
-        following = tl.cast(min(t + 1, T - 1), tl.int64)  # times a row stride it can pass 2^31
+        following = tl.cast(min(t + 1, (length if RAGGED else T) - 1), tl.int64)  # times a row stride it can pass 2^31
         q_next = tl.load(x + following * x_stride + q_channels)
         k_next = tl.load(x + following * x_stride + k_channels)
         v_next = tl.load(x + following * x_stride + v_channels)
@@ -196,6 +240,14 @@ def verify_kernel(
         if CHUNKED:
             chunk = extend_chunk(chunk, q, k, v_raw.to(tl.float32), tl.exp(g), beta, t, t_index, s_index)
         else:
+            if TREE:
+                parent = tl.load(parents + t).to(tl.int32)
+                if parent != t - 1:  # else S is the parent's already
+                    tl.debug_barrier()  # another thread may have stored what this one loads
+                    if parent < 0:
+                        S = tl.load(p_state)
+                    else:
+                        S = tl.load(snapshots + row * snapshots_pitch + parent * HV * V * K + head)
             S = delta_step(S, k, tl.reshape(v_raw, (BLOCK_V,)).to(tl.float32), tl.exp(g), beta)
             tl.store(p_out + t * HV * V, dot_k(S, q).to(ACT))
             if not RING:
@@ -207,8 +259,8 @@ def verify_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "num_rows"],
-    do_not_specialize_on_alignment=["slots", "rows"],
+    do_not_specialize=["num_slots", "num_rows", "num_tokens"],
+    do_not_specialize_on_alignment=["slots", "rows", "starts", "parents"],
 )
 def conv_kernel(
     x, x_stride,  # mixed_qkv [B*T, D]
@@ -218,15 +270,19 @@ def conv_kernel(
     y,  # [B*T, D]
     slots, rows,
     num_slots, num_rows,
+    starts, parents, num_tokens,  # [B+1] or None, [B, T] or None; the integer goes with starts
     T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr, CONTRACT: tl.constexpr,
     HAS_ROWS: tl.constexpr, PDL: tl.constexpr, INDICES_READY: tl.constexpr,
 ):  # fmt: skip
     """The unfused pair's first kernel: conv, SiLU and windows of BLOCK_D channels of one request's T tokens."""
+    RAGGED: tl.constexpr = starts is not None
+    TREE: tl.constexpr = parents is not None
     NUM_D: tl.constexpr = D // BLOCK_D
     pid = tl.program_id(0)
     i_n = pid // NUM_D
     channels = (pid % NUM_D) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    token = tl.cast(i_n, tl.int64) * T
+    if not RAGGED:
+        token = tl.cast(i_n, tl.int64) * T
     taps = load_taps(conv_weight, conv_bias, channels, HAS_BIAS)
     if not INDICES_READY:
         pdl_wait(PDL)
@@ -235,17 +291,35 @@ def conv_kernel(
     if INDICES_READY:
         pdl_wait(PDL)
     # Out-of-range indices are counted by the recurrence, which reads the same ones.
-    if not (slot_usable & row_usable):
+    usable = slot_usable & row_usable
+    if RAGGED:
+        token, length, range_usable = load_range(starts, i_n, T)
+        usable = usable & range_usable & (token + length <= num_tokens) & (length > 0)
+        length = length.to(tl.int32)
+    if TREE:
+        parents += tl.cast(i_n, tl.int64) * T
+        usable = usable & parents_are_earlier(parents, length if RAGGED else T, T)
+    if not usable:
         return
     x += token * x_stride
     y += token * D
-    x0, x1, x2 = load_history(conv_state + slot * conv_state_pitch, channels, D)
+    history = conv_state + slot * conv_state_pitch
+    if not TREE:
+        x0, x1, x2 = load_history(history, channels, D)
     x_next = tl.load(x + channels)
-    for t in range(T):
+    for t in range(length if RAGGED else T):
         x3 = x_next
-        x_next = tl.load(x + tl.cast(min(t + 1, T - 1), tl.int64) * x_stride + channels)
+        following = tl.cast(min(t + 1, (length if RAGGED else T) - 1), tl.int64)
+        x_next = tl.load(x + following * x_stride + channels)
+        if TREE:
+            c2 = previous_column(parents, t + 3)
+            c1 = previous_column(parents, c2)
+            x0 = load_column(history, x, x_stride, previous_column(parents, c1), channels, D)
+            x1 = load_column(history, x, x_stride, c1, channels, D)
+            x2 = load_column(history, x, x_stride, c2, channels, D)
         tl.store(y + t * D + channels, convolved(x0, x1, x2, x3, taps, CONTRACT))
         store_window(window + row * window_pitch + t * 3 * D, x1, x2, x3, channels, None, D)
-        x0 = x1
-        x1 = x2
-        x2 = x3
+        if not TREE:
+            x0 = x1
+            x1 = x2
+            x2 = x3
