@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip(
+    "hypothesis", reason="hypothesis is not installed: pip install hypothesis (dependency group `test`)"
+)
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -87,12 +87,13 @@ def test_the_default_shape_is_stated_and_can_be_named() -> None:
     assert ring > 4 * snapshots
     output = words(runner.invoke(app, ["memory", "--budget", "80GiB"]).output)
     for part in (
-        "20 KDA layers, H = 32, HV = 32, K = 128, V = 128, bfloat16, T = 4, L = 4 (default shape: Kimi-Linear",
+        "Default shape: Kimi-Linear-48B-A3B on one GPU: 20 KDA layers, 32 heads of 128.",
+        "20 KDA layers, H = 32, HV = 32, K = 128, V = 128, bfloat16, T = 4, L = 4",
         f"ring {ring} ",
         f"snapshots {snapshots} ",
     ):
         assert part in output
-    assert "default shape" not in words(runner.invoke(app, ["memory", "--budget", "80GiB", "--heads", "8"]).output)
+    assert "Default shape" not in words(runner.invoke(app, ["memory", "--budget", "80GiB", "--heads", "8"]).output)
 
 
 def test_a_budget_too_small_for_one_request() -> None:

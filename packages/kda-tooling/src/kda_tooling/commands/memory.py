@@ -163,11 +163,12 @@ def _show(report: dict[str, Any]) -> None:
     if not console.is_terminal:
         console = Console(width=120)
     spare = f", {report['spare_slots']} spare slots" if report["spare_slots"] else ""
-    default = f" (default shape: {KIMI_LINEAR})" if report["default_shape"] else ""
+    if report["default_shape"]:
+        console.print(f"Default shape: {KIMI_LINEAR}.", highlight=False)
     console.print(
         f"{report['layers']} KDA layers, H = {shape['num_heads']}, HV = {shape['num_v_heads']}, "
         f"K = {shape['head_k_dim']}, V = {shape['head_v_dim']}, {report['dtype']}, T = {report['draft_tokens']}, "
-        f"L = {report['ring_length']}{spare}{default}",
+        f"L = {report['ring_length']}{spare}",
         highlight=False,
     )
     table = Table(title=f"Requests in {readable(report['budget_bytes'])}", title_justify="left")

@@ -1,0 +1,109 @@
+"""Many rounds of random accepts leave the very state of sequential decoding; long lives of a pool on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kda_backend import LANES, MODES, StatePool, lane_mode
+from kda_kernels import KdaShape, LayerParams
+from tests.support.bits import assert_same_bits
+from tests.support.lifecycle import Lifecycle, Seeded
+from tests.support.marks import interpreter_only
+
+
+def drift(
+    lane: str, *, shape: KdaShape, layers: int, batch: int, draft_tokens: int, rounds: int, device: str, look: int
+) -> int:
+    """Decode with ``lane`` and one token at a time, compare every ``look`` rounds; the number of committed tokens."""
+    generator, chosen = torch.Generator(device).manual_seed(1), random.Random(2)
+
+    def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+    def index(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    heads, keys, f32 = shape.num_v_heads, shape.head_k_dim, torch.float32
+    params = [
+        LayerParams(
+            normal(shape.conv_dim, 4) * 0.5, None, normal(heads, dtype=f32) * 0.5, normal(heads * keys, dtype=f32) - 3,
+            lower_bound=-5.0,
+        )
+        for _ in range(layers)
+    ]  # fmt: skip
+    pool, plain = (
+        StatePool(shape, num_layers=layers, num_slots=batch + 1, max_batch=batch, draft_tokens=tokens, mode=mode,
+                  device=device)
+        for tokens, mode in ((draft_tokens, lane_mode(lane)), (1, "ring"))
+    )  # fmt: skip
+    slots = list(range(batch, 0, -1))
+    committed = 0
+    for i in range(rounds):
+        widths = (shape.conv_dim, heads * keys, heads)
+        inputs = [[normal(batch * draft_tokens, n) for n in widths] for _ in range(layers)]
+        accept = [chosen.randint(0, draft_tokens) for _ in slots]
+        pool.begin(index(slots), draft_tokens)
+        for layer, given in enumerate(inputs):
+            pool.verify(layer, *given, params[layer], lane=lane)
+        pool.commit(index(accept))
+        for t in range(max(accept)):
+            plain.begin(index([slot if n > t else -1 for slot, n in zip(slots, accept, strict=True)]), 1)
+            for layer, given in enumerate(inputs):
+                token = [x.unflatten(0, (batch, draft_tokens))[:, t].contiguous() for x in given]
+                plain.verify(layer, *token, params[layer], lane="fused+ring")
+            plain.commit(index([1] * batch))
+        committed += sum(accept)
+        if (i + 1) % look == 0 or i + 1 == rounds:
+            assert_same_bits(pool.ssm_state, plain.ssm_state, f"ssm_state after {i + 1} rounds")
+            assert_same_bits(pool.conv_state, plain.conv_state, f"conv_state after {i + 1} rounds")
+    assert pool.ssm_state.isfinite().all()
+    assert pool.error_summary() is None
+    return committed
+
+
+@interpreter_only
+@pytest.mark.parametrize("lane", ["unfused", "fused+ring"])
+def test_twenty_rounds_do_not_drift(lane: str) -> None:
+    shape = KdaShape(1, 1, 64, 64)
+    committed = drift(lane, shape=shape, layers=1, batch=2, draft_tokens=3, rounds=20, device="cpu", look=1)
+    assert committed > 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lane", LANES)
+def test_a_thousand_rounds_do_not_drift(lane: str) -> None:
+    shape = KdaShape(2, 4, 128, 128)
+    committed = drift(lane, shape=shape, layers=2, batch=5, draft_tokens=4, rounds=1000, device="cuda", look=100)
+    assert committed > 9000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_long_life(mode: str, seed: int) -> None:
+    """As `test_lifecycle`, with hundreds of steps and without hypothesis, which a GPU machine may lack."""
+    life = Lifecycle(
+        mode, shape=KdaShape(2, 4, 128, 128), layers=3, slots=12, batch=6, draft_tokens=4, device="cuda", seed=seed
+    )
+    choices = Seeded(seed)
+    names = [life.step(choices) for _ in range(400)]
+    assert set(names) == set(life.STEPS)
+    assert life.tokens > 500
+
+
+@interpreter_only
+@pytest.mark.parametrize("mode", MODES)
+def test_a_life_catches_what_it_is_there_for(mode: str) -> None:
+    """A slot that one step changed behind the pool's back, the canary's among them, is found by the next."""
+    life = Lifecycle(mode, shape=KdaShape(1, 1, 64, 64), layers=1, slots=3, batch=1, draft_tokens=1, device="cpu")
+    life.arrive(Seeded(0))
+    for slot in (life.canary, *life.live):
+        before = life.pool.ssm_state[0, slot].clone()
+        life.pool.ssm_state[0, slot, 0, 0, 0] = 5.0
+        with pytest.raises(AssertionError, match=r"1 of .* elements differ"):
+            life.one_too_many(Seeded(0))
+        life.pool.ssm_state[0, slot] = before
+        life.one_too_many(Seeded(0))

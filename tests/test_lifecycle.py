@@ -1,0 +1,73 @@
+"""Random lives of a state pool, step by step against each request's own history (`tests.support.lifecycle`)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "hypothesis", reason="hypothesis is not installed: pip install hypothesis (dependency group `test`)"
+)
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from kda_backend import MODES
+from kda_kernels import KdaShape
+from tests.support.lifecycle import Lifecycle, Seeded
+from tests.support.marks import interpreter_only
+
+STEPS = 30
+EXAMPLES = 3
+
+
+class Drawn:
+    """Choices that hypothesis draws, and shrinks when a step fails.
+
+    The values are shuffled by how many were drawn before: hypothesis begins with runs that take the first of all, and
+    these shall be lives too.
+    """
+
+    def __init__(self, data: st.DataObject, steps: int) -> None:
+        self.data, self.random = data, random.Random(steps)
+
+    def pick(self, values: Any) -> Any:
+        return self.data.draw(st.sampled_from(self.random.sample(list(values), len(values))))
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The steps of `Lifecycle` in any order."""
+
+    mode: str
+    lives: list[Lifecycle]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.life = Lifecycle(
+            self.mode, shape=KdaShape(1, 1, 64, 64), layers=1, slots=5, batch=3, draft_tokens=3, device="cpu"
+        )
+        for _ in range(2):
+            self.life.arrive(Seeded(0))
+        self.lives.append(self.life)
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        self.life.step(Drawn(data, self.life.steps))
+
+
+@interpreter_only
+@pytest.mark.parametrize("mode", MODES)
+def test_every_request_is_its_own_history(mode: str) -> None:
+    machine = type("Machine", (PoolMachine,), {"mode": mode, "lives": []})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None,
+            phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
+    assert sum(life.steps for life in machine.lives) >= 40
+    assert sum(life.tokens for life in machine.lives) >= 20, "rounds must have committed something"
