@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import nox
@@ -25,6 +26,25 @@ KERNELS, BACKEND, TOOLING = (ROOT / "packages" / name for name in ("kda-kernels"
 
 # The oldest versions that kda-kernels declares, beside the pinned torch (torch 2.11 is covered by the gpu suite).
 LOWEST = {"triton": "3.6.0", "numpy": "2.3.0"}
+
+# SGLang, whose kernels ours are compared with and whose functions the plugin replaces. Its wheel is not installed: the
+# tests need these few of its files, and none of its dependencies.
+SGLANG_VERSION = "0.5.23"
+SGLANG_FILES = (
+    f"sglang-{SGLANG_VERSION}.dist-info/METADATA",
+    "sglang/kernels/ops/memory/ptr_table.py",
+    "sglang/kernels/ops/mamba/causal_conv1d_triton.py",
+    "sglang/kernels/ops/mamba/mamba_state_scatter_triton.py",
+    "sglang/kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py",
+    "sglang/kernels/ops/attention/linear/fused_kda_conv_recurrent_verify.py",
+    "sglang/kernels/ops/attention/linear/kda_replayssm_spec_decode.py",
+    "sglang/srt/plugins/hook_registry.py",
+    "sglang/srt/layers/attention/linear/kda_backend.py",
+)
+SGLANG_TESTS = (
+    "packages/kda-backend/tests/test_sglang_plugin.py",
+    *(f"tests/test_sglang_{name}.py" for name in ("adapters", "gate", "peer", "stand_in")),
+)
 
 # One thread per process: the test workers share two cores, and Triton's interpreter is single-threaded anyway.
 Env = dict[str, str | None]
@@ -125,6 +145,25 @@ def sanitize(session: nox.Session) -> None:
 def compile(session: nox.Session) -> None:
     """Compile every kernel ahead of time for seven GPU targets, no GPU needed, and check the resource budget."""
     DevEnvironment.python(session, "-m", "kda_tooling", "compile-report", "--check", *session.posargs, env=COMPILED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def sglang(session: nox.Session) -> None:
+    """The SGLang plugin's tests beside the real wheel, fetched once into .nox/; the gpu-marked ones where a GPU is."""
+    folder = ROOT / ".nox" / f"sglang-{SGLANG_VERSION}"
+    if not all((folder / file).is_file() for file in SGLANG_FILES):
+        downloads = Path(session.create_tmp())
+        DevEnvironment.python(
+            session, "-m", "pip", "download", "--no-deps", f"sglang=={SGLANG_VERSION}", "-d", str(downloads),
+            # its only wheel, whatever this Python is: nothing of it is run but Python files
+            "--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_34_x86_64",
+        )  # fmt: skip
+        (wheel,) = downloads.glob(f"sglang-{SGLANG_VERSION}-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, SGLANG_FILES)
+        wheel.unlink()
+    env = COMPILED | {"OMP_NUM_THREADS": "1", "KDA_SGLANG": str(folder), "KDA_SGLANG_WHEEL": str(folder)}
+    DevEnvironment.python(session, "-m", "pytest", *SGLANG_TESTS, *session.posargs, env=env)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
