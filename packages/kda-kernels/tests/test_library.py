@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,45 @@ def test_a_whole_round_compiles_without_a_graph_break(backend: str, mode: str, f
     compiled = torch.compile(lambda: round_of(layer, mode, fused) * 2, fullgraph=True, backend=backend)
     assert torch.equal(compiled(), expected * 2)
     same(layer.written(), other.written())
+
+
+def test_trees_and_ragged_batches_pass_through(device: str) -> None:
+    """Two requests' worth of one: a tree of a root and its child, then its path by last step; and a short chain."""
+    layer = Layer(device)
+    arguments, options = layer.verify("snapshots", fused=False)
+    tree = torch.tensor([[-1, 0]], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    chain = torch.ops.kda.verify(*arguments, **options)
+    assert torch.equal(torch.ops.kda.verify(*arguments, **options, parents=tree), chain)
+    torch.library.opcheck(VERIFY, arguments, options | dict(parents=tree), test_utils="test_schema")
+    short = torch.ops.kda.verify(*arguments, **options, starts=starts)
+    assert torch.equal(short[0], chain[0])
+    assert not short[1].any(), "a row of no request"
+    commits, last = layer.commits(), torch.tensor([0], dtype=torch.int32, device=device)
+    for name in ("scatter_conv", "scatter_snapshots"):
+        op, given = commits[name]
+        op(*given[:3], None, T, last_steps=last)
+    assert torch.equal(layer.state.ssm_state[2], layer.snapshots.states[0, 0])
+    with pytest.raises(ValueError, match="accept_lens"):
+        op(*given[:3], torch.tensor([2], dtype=torch.int32), T, starts=starts.cpu())
+
+
+def test_groups_live_as_long_as_their_tensors() -> None:
+    tensors = [torch.zeros(2) for _ in range(3)]
+    before = len(library._groups)
+    group = library._grouped(LayerState, tensors)
+    assert library._grouped(LayerState, tensors) is group
+    assert group.conv_state is not tensors[0], "or it would never die"
+    assert library._grouped(LayerState, [torch.ones(2), *tensors[1:]]) is not group
+    tensors[1].data = torch.ones(2)  # the same object in another place
+    moved = library._grouped(LayerState, tensors)
+    assert moved is not group
+    assert moved.ssm_state.data_ptr() == tensors[1].data_ptr()
+    assert len(library._groups) == before + 1, "the one with a tensor that died is gone"
+    alive = weakref.ref(moved)
+    del moved, group, tensors
+    assert alive() is None
+    assert len(library._groups) == before
 
 
 def test_launch_configurations_travel_as_numbers() -> None:

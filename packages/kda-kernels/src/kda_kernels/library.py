@@ -7,13 +7,16 @@ shapes. They call those functions: same checks, same refusals, same bits. Which 
 - ``kda::verify`` writes conv_window, the ring or the snapshots, and errors; it returns the output.
 - ``kda::fold`` and ``kda::scatter_snapshots`` write ssm_state and errors, ``kda::scatter_conv`` conv_state and errors.
 
-None has a derivative. The groups are built anew in every call, so a call outside a CUDA graph is not recognised as a
-repeated one and costs the host more than the functions do.
+None has a derivative. A group is built when its tensors are first seen together and kept as long as they live: a repeated
+call is recognised as one (see `verify_fused`) if the same tensor objects are passed. Views made anew for each call are
+other objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -50,12 +53,43 @@ def _config(numbers: Sequence[int] | None) -> LaunchConfig | None:
     )  # fmt: skip
 
 
+_groups: dict[tuple[Any, ...], tuple[Any, list[Tensor | None], list[ref[Tensor]]]] = {}
+"""Groups by class, ids of tensors and numbers; with aliases of the tensors, which they hold, and weak references."""
+
+
+def _grouped(build: Callable[..., Any], tensors: Sequence[Tensor | None], *numbers: float | None) -> Any:
+    """``build(*tensors, *numbers)``, the same object as long as the tensors are the same and lie where they did.
+
+    A group kept here must not keep the tensors' memory: it holds aliases, and a tensor's death lets go of them.
+    """
+    key = (build, *map(id, tensors), *numbers)
+    if (found := _groups.get(key)) is not None:
+        # ``t.data = ...`` and the like leave the tensor the same object, and its alias where it was.
+        if all(map(_same_memory, tensors, found[1])):
+            return found[0]
+        del _groups[key]
+    aliases = [None if tensor is None else tensor.detach() for tensor in tensors]
+
+    def forget(_: object) -> None:
+        _groups.pop(key, None)
+
+    entry = build(*aliases, *numbers), aliases, [ref(tensor, forget) for tensor in tensors if tensor is not None]
+    _groups[key] = entry
+    return entry[0]
+
+
+def _same_memory(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
 def _record(ring: Sequence[Tensor | None], snapshots: Tensor | None) -> Ring | Snapshots:
     given = [tensor for tensor in ring if tensor is not None]
     if snapshots is not None and not given:
-        return Snapshots(snapshots)
+        return _grouped(Snapshots, (snapshots,))
     if snapshots is None and len(given) == 4:
-        return Ring(*given)
+        return _grouped(Ring, given)
     raise ValueError(
         "give either raw_v, raw_k, g and beta (ring mode) or snapshots (snapshot mode), got "
         f"{len(given)} ring tensors and {'no ' if snapshots is None else ''}snapshots"
@@ -91,6 +125,8 @@ def verify(
     form: str = "recurrent",
     indices_ready: bool = False,
     config: Sequence[int] | None = None,
+    starts: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """`kda_kernels.verify_fused`, or with ``fused=False`` `verify_unfused`, on one layer.
 
@@ -101,6 +137,7 @@ def verify(
         raw_v, raw_k, g, beta: as `kda_kernels.Ring`; all four in ring mode, none in snapshot mode.
         snapshots: [rows, steps, HV, V, K] fp32 in snapshot mode, else None.
         config: `launch_numbers` of a launch configuration, or None for the default.
+        starts, parents: of a ragged batch or a tree, with ``fused=False``; as `verify_unfused`.
 
     Returns:
         [B*T, HV, V] in mixed_qkv's dtype.
@@ -115,11 +152,11 @@ def verify(
         shape=KdaShape(
             (mixed_qkv.shape[1] - heads * head_v_dim) // (2 * head_k_dim), heads, head_k_dim, head_v_dim
         ),
-        params=LayerParams(conv_weight, conv_bias, A_log, dt_bias, lower_bound, scale),
-        state=LayerState(conv_state, ssm_state, conv_window),
+        params=_grouped(LayerParams, (conv_weight, conv_bias, A_log, dt_bias), lower_bound, scale),
+        state=_grouped(LayerState, (conv_state, ssm_state, conv_window)),
         record=_record((raw_v, raw_k, g, beta), snapshots),
         slots=slots, draft_tokens=draft_tokens, rows=rows, config=_config(config), errors=errors, form=form,
-        indices_ready=indices_ready,
+        indices_ready=indices_ready, starts=starts, parents=parents,
     )  # fmt: skip
 
 
@@ -145,13 +182,14 @@ def fold(
     track_steps: Tensor | None = None,
     errors: Tensor | None = None,
     config: Sequence[int] | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """`kda_kernels.fold`, its ring one by one. Every tensor of state and ring has a leading [layers]."""
     shape = KdaShape(raw_k.shape[2], raw_v.shape[2], ssm_state.shape[-1], ssm_state.shape[-2])
     _fold(
-        ssm_state, Ring(raw_v, raw_k, g, beta), shape=shape, slots=slots, accept_lens=accept_lens,
+        ssm_state, _grouped(Ring, (raw_v, raw_k, g, beta)), shape=shape, slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, track_slots=track_slots, track_steps=track_steps, config=_config(config),
-        errors=errors,
+        errors=errors, starts=starts,
     )  # fmt: skip
 
 
@@ -160,17 +198,19 @@ def scatter_conv(
     conv_state: Tensor,
     conv_window: Tensor,
     slots: Tensor,
-    accept_lens: Tensor,
+    accept_lens: Tensor | None,
     draft_tokens: int,
     rows: Tensor | None = None,
     track_slots: Tensor | None = None,
     track_steps: Tensor | None = None,
     errors: Tensor | None = None,
+    last_steps: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_conv`."""
     _scatter_conv(
         conv_state, conv_window, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
-        track_slots=track_slots, track_steps=track_steps, errors=errors,
+        track_slots=track_slots, track_steps=track_steps, errors=errors, last_steps=last_steps, starts=starts,
     )  # fmt: skip
 
 
@@ -179,17 +219,20 @@ def scatter_snapshots(
     ssm_state: Tensor,
     snapshots: Tensor,
     slots: Tensor,
-    accept_lens: Tensor,
+    accept_lens: Tensor | None,
     draft_tokens: int,
     rows: Tensor | None = None,
     track_slots: Tensor | None = None,
     track_steps: Tensor | None = None,
     errors: Tensor | None = None,
+    last_steps: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_snapshots`, the snapshots as the tensor [layers, rows, steps, HV, V, K]."""
     _scatter_snapshots(
-        ssm_state, Snapshots(snapshots), slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
-        track_slots=track_slots, track_steps=track_steps, errors=errors,
+        ssm_state, _grouped(Snapshots, (snapshots,)), slots=slots, accept_lens=accept_lens,
+        draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors,
+        last_steps=last_steps, starts=starts,
     )  # fmt: skip
 
 
