@@ -7,9 +7,8 @@ shapes. They call those functions: same checks, same refusals, same bits. Which 
 - ``kda::verify`` writes conv_window, the ring or the snapshots, and errors; it returns the output.
 - ``kda::fold`` and ``kda::scatter_snapshots`` write ssm_state and errors, ``kda::scatter_conv`` conv_state and errors.
 
-None has a derivative. A group is built when its tensors are first seen together and kept as long as they live: a repeated
-call is recognised as one (see `verify_fused`) if the same tensor objects are passed. Views made anew for each call are
-other objects.
+None has a derivative. A group is built when its tensors are first seen together and kept as long as they live, so a
+repeated call is recognised (see `verify_fused`) if it passes the same tensor objects, not views made anew.
 """
 
 from __future__ import annotations
