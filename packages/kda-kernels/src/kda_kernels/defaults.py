@@ -40,7 +40,7 @@ _CHUNKED: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
     0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (132, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
 }
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
-measured batch sizes; 132 is where eight-warp programs of half a head, two to an SM, would need a second wave on 132 SMs."""
+measured batch sizes; past 132, eight-warp programs of half a head, two to an SM, need a second wave on 132 SMs."""
 
 
 def default_verify_config(
