@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED = (
-    f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic", "chunked")
+VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED, BATCHES = (
+    f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic", "chunked", "batches")
 )
 
 
@@ -68,10 +68,8 @@ MUTANTS = (
     Mutant(
         "accept-zero-folds",
         COMMIT,
-        "    if not (usable & valid & (accept > 0)):\n"
-        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_accept_error(",
-        "    accept = tl.maximum(accept, tl.where(usable, 1, 0))\n    if not (usable & valid):\n"
-        "        count_slot_error(errors, slot, num_slots, first, COUNT)\n        count_accept_error(",
+        "  # records past the request's own are older ones\n    if not (usable & valid & (accept > 0)):\n",
+        "\n    accept = tl.maximum(accept, tl.where(usable, 1, 0))\n    if not (usable & valid):\n",
         "test_cases_accept.py::test_A1_accept_zero_leaves_everything_of_that_slot[B3-T2-H1-HV2-K64-bf16]",
         "accept 0 leaves the slot as it is",
     ),
@@ -94,7 +92,8 @@ MUTANTS = (
     Mutant(
         "padded-output-not-zeroed",
         VERIFY,
-        "            tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))\n",
+        "            for t in tl.static_range(T):\n"
+        "                tl.store(p_out + t * HV * V, tl.zeros([BLOCK_V], ACT))\n",
         "            pass\n",
         "test_cases_padding.py::test_P1_padded_rows_are_zero_and_untouched[B4-T2-H1-HV2-K64-bf16-pad123-ring-unfused]",
         "an uninitialised output row of a padded request would be somebody's NaN",
@@ -245,5 +244,53 @@ MUTANTS = (
         "    decayed_q = tl.where(is_new, q * product, decayed_q)\n    product = product * decay\n",
         "test_chunked.py::test_outputs_stay_within_fp32_error_of_the_oracle[B2-T3-H1-HV2-K64-bf16-pad0-unfused]",
         "the state fades by a token's own decay before its query reads it",
+    ),
+    Mutant(
+        "ragged-chunk-stores-all-tokens",
+        VERIFY,
+        "mask=t_index < (length if RAGGED else T))",
+        "mask=t_index < T)",
+        "test_ragged.py::test_the_order_of_programs_decides_nothing[B4-T3-H1-HV2-K64-bf16-chunked]",
+        "the rows after a short request are its neighbour's: in program order that one would mend them",
+    ),
+    Mutant(
+        "ragged-leftover-by-last-offset",
+        BATCHES,
+        "        unowned = (owners == 0) & (row < num_tokens)",
+        "        unowned = (row >= tl.load(starts + batch)) & (row < num_tokens)",
+        "test_ragged.py::test_wrong_ranges_are_counted_and_neighbours_untouched[before-the-beginning-ring-unfused]",
+        "rows of nobody lie anywhere once an offset is wrong",
+    ),
+    Mutant(
+        "ragged-commits-old-records",
+        COMMIT,
+        "        valid = valid & (accept <= length)  # records past the request's own are older ones\n",
+        "",
+        "test_ragged.py::test_fold_takes_accept_lengths_up_to_each_request[B4-T3-H1-HV2-K64-bf16-kernel]",
+        "records past a short request are those of an older round",
+    ),
+    Mutant(
+        "tree-state-of-the-token-before",
+        VERIFY,
+        "                if parent != t - 1:",
+        "                if parent < -1:",
+        "test_tree.py::test_each_path_has_the_bits_of_a_chain_of_its_own[B3-T6-H1-HV2-K64-bf16-pad1-int32-unfused]",
+        "a token starts from its parent's state, not from a sibling's",
+    ),
+    Mutant(
+        "tree-convolves-the-tokens-before",
+        BATCHES,
+        "mask=column >= 3, other=column - 4)",
+        "mask=column < 0, other=column - 4)",
+        "test_tree.py::test_each_path_has_the_bits_of_a_chain_of_its_own[B3-T6-H1-HV2-K64-bf16-pad1-int32-unfused]",
+        "conv inputs and windows are a token's ancestors', not its neighbours in the batch",
+    ),
+    Mutant(
+        "tree-of-later-parents",
+        BATCHES,
+        "(parent >= -1) & (parent < t)",
+        "(parent >= -1) & (parent <= t)",
+        "test_tree.py::test_D4_no_tree_is_counted_and_neighbours_are_served[itself-unfused]",
+        "a token that follows itself would start from what an older round left in its snapshot",
     ),
 )

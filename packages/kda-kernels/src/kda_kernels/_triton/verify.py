@@ -255,7 +255,8 @@ def verify_kernel(
 
     if CHUNKED:
         p_out = p_out[None, :] + t_index * (HV * V)
-        tl.store(p_out, chunk_outputs(tl.load(p_state), chunk, t_index, s_index, T).to(ACT), mask=t_index < T)
+        o = chunk_outputs(tl.load(p_state), chunk, t_index, s_index, T)
+        tl.store(p_out, o.to(ACT), mask=t_index < (length if RAGGED else T))
 
 
 @triton.jit(
