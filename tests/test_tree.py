@@ -23,7 +23,7 @@ from kda_kernels import (
     verify_unfused,
 )
 from tests.support import oracle
-from tests.support.batches import BUFFERS, leaf_paths, offsets, one_chain
+from tests.support.batches import BUFFERS, check_paths, leaf_paths, offsets, one_chain
 from tests.support.bits import assert_close, assert_same_bits
 from tests.support.bounds import verify_bounds
 from tests.support.cases import Case, Problem, make_problem, oracle_layer, to_numpy
@@ -61,36 +61,6 @@ def trees(case: Case, device: str, dtype: torch.dtype = torch.int32) -> torch.Te
     parents = torch.tensor([[shapes[(i + 1) % len(shapes)](t) for t in range(case.T)] for i in range(case.B)])
     parents[list(case.padded)] = 99
     return parents.to(device, dtype)
-
-
-def check_paths(problem: Problem, outcome: Problem, op: Verify, parents: list[list[int]], lengths: list[int]) -> None:
-    """Every path of every live request against a chain of its own; nothing else may have been written.
-
-    Request i's rows begin at the sum of the ``lengths`` before it.
-    """
-    restored = outcome.fork()
-    start = 0
-    for i, length in enumerate(lengths):
-        if int(problem.slots[i]) >= 0:
-            for path in leaf_paths(parents[i][:length]):
-                chain = problem.fork()
-                rows = torch.tensor(path, device=problem.mixed_qkv.device) + start
-                out = one_chain(chain, op, "snapshots", i, rows)
-                what = f"{{}} of path {path} of request {i}".format
-                assert_same_bits(outcome["out"][rows], out, what("output"))
-                for name in ("conv_window", "snapshots"):
-                    assert_same_bits(outcome[name][i, path], chain[name][i, : len(path)], what(name))
-            restored["out"][start : start + length] = problem["out"][start : start + length]
-            for name in ("conv_window", "snapshots"):
-                restored[name][i, :length] = problem[name][i, :length]
-        else:
-            assert not outcome["out"][start : start + length].any(), "output rows of padded positions are 0"
-            restored["out"][start : start + length] = problem["out"][start : start + length]
-        start += length
-    assert not outcome["out"][start:].any(), "leftover output rows are 0"
-    restored["out"][start:] = problem["out"][start:]
-    for name in BUFFERS:
-        assert_same_bits(restored.whole(name), problem.whole(name), name)
 
 
 @pytest.mark.parametrize("op", OPS)

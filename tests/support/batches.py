@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Guarded, Problem, make_problem
 from tests.support.ops import Verify
 
@@ -82,3 +83,33 @@ def leaf_paths(parents: list[int]) -> list[list[int]]:
             path.append(parents[path[-1]])
         paths.append(path[::-1])
     return paths
+
+
+def check_paths(problem: Problem, outcome: Problem, op: Verify, parents: list[list[int]], lengths: list[int]) -> None:
+    """Every path of every live request against a chain of its own; nothing else may have been written.
+
+    Request i's rows begin at the sum of the ``lengths`` before it.
+    """
+    restored = outcome.fork()
+    start = 0
+    for i, length in enumerate(lengths):
+        if int(problem.slots[i]) >= 0:
+            for path in leaf_paths(parents[i][:length]):
+                chain = problem.fork()
+                rows = torch.tensor(path, device=problem.mixed_qkv.device) + start
+                out = one_chain(chain, op, "snapshots", i, rows)
+                what = f"{{}} of path {path} of request {i}".format
+                assert_same_bits(outcome["out"][rows], out, what("output"))
+                for name in ("conv_window", "snapshots"):
+                    assert_same_bits(outcome[name][i, path], chain[name][i, : len(path)], what(name))
+            restored["out"][start : start + length] = problem["out"][start : start + length]
+            for name in ("conv_window", "snapshots"):
+                restored[name][i, :length] = problem[name][i, :length]
+        else:
+            assert not outcome["out"][start : start + length].any(), "output rows of padded positions are 0"
+            restored["out"][start : start + length] = problem["out"][start : start + length]
+        start += length
+    assert not outcome["out"][start:].any(), "leftover output rows are 0"
+    restored["out"][start:] = problem["out"][start:]
+    for name in BUFFERS:
+        assert_same_bits(restored.whole(name), problem.whole(name), name)
