@@ -4,12 +4,14 @@ Importing this package needs no GPU. With ``TRITON_INTERPRET=1`` set before the 
 """
 
 from kda_kernels import interpreter
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots
 from kda_kernels.checking import host_checks
 from kda_kernels.checks import verify_reason
 from kda_kernels.commit import fold, scatter_conv, scatter_snapshots
 from kda_kernels.commit_checks import fold_reason, scatter_reason
 from kda_kernels.errors import ErrorKind, describe_errors, new_error_counts
+from kda_kernels.flush_checks import advance_reason, flush_reason
+from kda_kernels.pending import advance, flush
 from kda_kernels.reference import (
     fold_reference,
     reference_precision,
@@ -17,6 +19,7 @@ from kda_kernels.reference import (
     scatter_snapshots_reference,
     verify_reference,
 )
+from kda_kernels.reference_pending import advance_reference, flush_reference
 from kda_kernels.shapes import CONV_WIDTH, FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig
 from kda_kernels.verify import verify_fused, verify_unfused
 
@@ -31,9 +34,16 @@ __all__ = [
     "LaunchConfig",
     "LayerParams",
     "LayerState",
+    "PendingFold",
     "Ring",
     "Snapshots",
+    "advance",
+    "advance_reason",
+    "advance_reference",
     "describe_errors",
+    "flush",
+    "flush_reason",
+    "flush_reference",
     "fold",
     "fold_reason",
     "fold_reference",

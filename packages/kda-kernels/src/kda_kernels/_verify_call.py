@@ -10,7 +10,7 @@ import torch
 
 from kda_kernels._launch import Launched
 from kda_kernels._replay import ALIGNMENT, Ticket, data_ptr, recall, remember, replaying
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots
 from kda_kernels.memory import MemoryMap
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
@@ -38,6 +38,7 @@ class VerifyCall(NamedTuple):
     form: str
     indices_ready: bool
     fused: bool
+    pending: PendingFold | None = None
     starts: torch.Tensor | None = None
     parents: torch.Tensor | None = None
 
@@ -63,6 +64,7 @@ class VerifyCall(NamedTuple):
             return
         key, facts, held = ticket
         memory = MemoryMap(
+            # All but the parameters.
             held[: -3 if self.params.conv_bias is None else -4],
             inputs=[self.mixed_qkv, self.a, self.b],
             written={place: given[name] for place, name in enumerate(given) if name in ("out", "workspace")},
@@ -80,7 +82,7 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
         return None, None
     (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
-        form, indices_ready, fused,
+        form, indices_ready, fused, pending,
     ) = call  # fmt: skip
     tensors = [mixed_qkv, a, b, slots]
     if rows is not None:
@@ -96,8 +98,9 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
         facts = (
             ref(params), shape, config, indices_ready, rows is None, errors is None, workspace is None,
             draft_tokens.__class__, indices_ready.__class__,  # True equals 1
+            None if pending is None else ref(pending),
         )  # fmt: skip
-        held = held_tensors(params, state, record)
+        held = held_tensors(params, state, record, pending)
         known, addresses = recall(key, facts, held, tensors)
     except Exception:  # an argument is not what it should be: the checks name it
         return None, None
@@ -117,12 +120,16 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
     return allocated[0] if out is None else out, ticket
 
 
-def held_tensors(params: LayerParams, state: LayerState, record: Ring | Snapshots) -> tuple[torch.Tensor, ...]:
-    """The tensors of a verify's groups: those of state and record, then the parameters."""
+def held_tensors(
+    params: LayerParams, state: LayerState, record: Ring | Snapshots, pending: PendingFold | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The tensors of a verify's groups: those of state, record and pending folds, then the parameters."""
     if isinstance(record, Ring):
         buffers: tuple[torch.Tensor, ...] = (record.raw_v, record.raw_k, record.g, record.beta)
     else:
         buffers = (record.states,)
+    if pending is not None:
+        buffers = (*buffers, pending.parity, pending.pending, pending.epoch, pending.folded)
     bias = () if params.conv_bias is None else (params.conv_bias,)
     return (
         state.conv_state, state.ssm_state, state.conv_window, *buffers,

@@ -1,4 +1,4 @@
-"""The tensors that verify and commit work on, grouped: layer parameters, slot state, ring, snapshots.
+"""The tensors that verify and commit work on, grouped: parameters, slot state, ring, snapshots, pending folds.
 
 Layouts are those of SGLang 0.5.x, byte for byte, so that a ring or state of either side can be read by the other.
 Every class here is a frozen group of tensors, compared by identity. Of those that a pool holds, `allocate` builds the
@@ -13,6 +13,9 @@ from typing import ClassVar, Self
 import torch
 
 from kda_kernels.shapes import CONV_WIDTH, KdaShape
+
+FOLDED_ROWS = 8
+"""Rows of the state for each entry of `PendingFold.folded`: the smallest tile of a program."""
 
 
 class TensorGroup:
@@ -177,6 +180,54 @@ class Snapshots(TensorGroup):
         """Zeroed snapshots of ``steps`` tokens for each of ``rows`` batch rows."""
         heads = (shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
         return cls(torch.zeros(*_lead(num_layers), rows, steps, *heads, dtype=torch.float32, device=device))
+
+
+@dataclass(frozen=True, eq=False)
+class PendingFold(TensorGroup):
+    """What *fold on verify* keeps of each slot: accepted records that are not in the recurrent state yet.
+
+    The ring that goes with it has two banks: ``Ring.allocate(slots=2 * slots)``, bank p of slot s is its slot
+    ``s + p * slots``. A verify writes one bank and replays the accepted records of the other into the state first, so
+    no program reads what another one writes. `advance` swaps the banks; `flush` replays without a verify.
+
+    A slot is reset by ``pending[slot] = 0``, whatever else it holds.
+
+    Args:
+        parity: [slots] int32, 0 or 1: the bank that the next verify writes.
+        pending: [slots] int32, 0..L: accepted records of the other bank, those of the last `advance` that accepted any.
+        epoch: [slots] int32, one more after each `advance` that accepts records.
+        folded: [slots, HV, V/8] int32: the epoch whose pending records rows ``8i`` to ``8i + 7`` of the state hold
+            already, so that nothing is replayed twice. A launch brings all rows of a slot up to date or none: the
+            entries of a head differ only while one runs, and are many so that its programs share none.
+    """
+
+    _layered_ndim: ClassVar[int] = 4
+    parity: torch.Tensor
+    pending: torch.Tensor
+    epoch: torch.Tensor
+    folded: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, shape: KdaShape, *, slots: int, device: torch.device | str, num_layers: int | None = None
+    ) -> PendingFold:
+        """Nothing pending in ``slots`` slots. With ``num_layers`` only ``folded`` has a leading [layers]."""
+        groups = shape.head_v_dim // FOLDED_ROWS
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(*size, dtype=torch.int32, device=device)
+
+        folded = zeros(*_lead(num_layers), slots, shape.num_v_heads, groups)
+        return cls(zeros(slots), zeros(slots), zeros(slots), folded)
+
+    def layer(self, index: int) -> PendingFold:
+        """The group of layer ``index``: its ``folded``, and what all layers share."""
+        if self.folded.ndim != self._layered_ndim:
+            raise ValueError(
+                f"layer() needs folded with a leading [layers], got shape {list(self.folded.shape)}: "
+                "allocate with num_layers, or use the group as it is"
+            )
+        return PendingFold(self.parity, self.pending, self.epoch, self.folded[index])
 
 
 def common_rows(state: LayerState, record: Ring | Snapshots) -> int:

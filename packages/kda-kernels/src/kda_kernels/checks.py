@@ -11,7 +11,7 @@ import torch
 
 from kda_kernels._launch import current_target, device_reason, pdl_reason
 from kda_kernels.batch_checks import lane_reason, parents_reason, starts_reason
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
+from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots, common_rows
 from kda_kernels.checking import (
     errors_reason,
     index_reason,
@@ -21,6 +21,7 @@ from kda_kernels.checking import (
     typed_number,
 )
 from kda_kernels.memory import overlap_reason, same_memory_reason
+from kda_kernels.pending_checks import BANKS, pending_lane_reason, pending_reason
 from kda_kernels.shapes import (
     ACTIVATION_DTYPES,
     CONV_WIDTH,
@@ -109,6 +110,7 @@ def verify_reason(
     indices_ready: bool = False,
     starts: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
+    pending: PendingFold | None = None,
     needs_kernels: bool = True,
     fused: bool = False,
 ) -> str | None:
@@ -134,6 +136,9 @@ def verify_reason(
     if draft_tokens < 1:
         return f"draft_tokens must be at least 1, got {draft_tokens}"
     reason = _form_reason(form, record, draft_tokens) or lane_reason(starts, parents, record, form, config, fused)
+    if pending is not None:
+        typed("pending", pending, PendingFold)
+        reason = reason or pending_lane_reason(record, starts, parents)
     if reason:
         return reason
     if slots.ndim != 1:
@@ -166,12 +171,17 @@ def verify_reason(
         )
     row_buffers = [("state.conv_window", state.conv_window)]
     if isinstance(record, Ring):
-        reason = ring_reason(record, shape, dtype, device, (num_slots,)) or _ring_pitch_reason(record)
+        ring_slots = num_slots if pending is None else BANKS * num_slots
+        reason = ring_reason(record, shape, dtype, device, (ring_slots,)) or _ring_pitch_reason(record)
     else:
         reason = tensor_reason(
             "record.states", record.states, (None, None, hv, v, k), (torch.float32,), device, packed=4
         )
         row_buffers.append(("record.states", record.states))
+    if pending is not None:  # the state is written too
+        reason = reason or (
+            pending_reason(pending, shape, device, (num_slots,)) or pitch_reason("state.ssm_state", state.ssm_state, 1)
+        )
     if reason:
         return reason
     for name, buffer in row_buffers:
@@ -194,7 +204,7 @@ def verify_reason(
             if workspace is None
             else tensor_reason("workspace", workspace, (tokens, d), activation, device, packed=2)
         )
-        or _memory_reason(mixed_qkv, a, b, state, record, out, workspace)
+        or _memory_reason(mixed_qkv, a, b, state, record, out, workspace, pending)
         or (config_reason(config, device) if config is not None and needs_kernels else None)
         or (None if config is None else _chunk_config_reason(config, form, draft_tokens))
     )
@@ -221,6 +231,7 @@ def _memory_reason(
     record: Ring | Snapshots,
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    pending: PendingFold | None,
 ) -> str | None:
     """Why a buffer that verify writes shares memory with another argument, or None."""
     names = ("raw_v", "raw_k", "g", "beta") if isinstance(record, Ring) else ("states",)
@@ -228,6 +239,8 @@ def _memory_reason(
         "state.conv_window": state.conv_window, "state.conv_state": state.conv_state,
         "state.ssm_state": state.ssm_state,
     }  # fmt: skip
+    if pending is not None:
+        buffers |= {f"pending.{name}": tensor for name, tensor in vars(pending).items()}
     packed = {name: tensor for name, tensor in (("out", out), ("workspace", workspace)) if tensor is not None}
     inputs = {"mixed_qkv": mixed_qkv, "a": a, "b": b}
     return same_memory_reason(inputs | buffers) or (overlap_reason(packed, inputs | buffers) if packed else None)

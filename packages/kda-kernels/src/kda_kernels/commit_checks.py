@@ -61,6 +61,28 @@ def _commit_index_reason(
     return reason
 
 
+def state_and_ring_reason(
+    ssm_state: torch.Tensor, ring: Ring, shape: KdaShape, banks: int, needs_kernels: bool
+) -> str | None:
+    """Why a state of all layers is none of ``shape``, or ``ring`` no ring of so many banks that goes with it."""
+    device = ssm_state.device
+    reason = (device_reason(device) if needs_kernels else None) or tensor_reason(
+        "ssm_state",
+        ssm_state,
+        (None, None, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
+        (torch.float32,),
+        device,
+        packed=3,
+    )
+    if reason := reason or pitch_reason("ssm_state", ssm_state, 2):
+        return reason
+    raw_dtype = ring.raw_v.dtype if isinstance(ring.raw_v, torch.Tensor) else torch.bfloat16
+    if raw_dtype not in ACTIVATION_DTYPES:
+        return f"ring.raw_v must be bfloat16 or float16, got {dtype_name(raw_dtype)}"
+    layers, slots = ssm_state.shape[:2]
+    return ring_reason(ring, shape, raw_dtype, device, (layers, banks * slots))
+
+
 def fold_reason(
     ssm_state: torch.Tensor,
     ring: Ring,
@@ -84,21 +106,8 @@ def fold_reason(
     if config is not None:
         typed("config", config, LaunchConfig)
     device = ssm_state.device
-    reason = (device_reason(device) if needs_kernels else None) or tensor_reason(
-        "ssm_state",
-        ssm_state,
-        (None, None, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
-        (torch.float32,),
-        device,
-        packed=3,
-    )
-    if reason := reason or pitch_reason("ssm_state", ssm_state, 2):
-        return reason
-    raw_dtype = ring.raw_v.dtype if isinstance(ring.raw_v, torch.Tensor) else torch.bfloat16
-    if raw_dtype not in ACTIVATION_DTYPES:
-        return f"ring.raw_v must be bfloat16 or float16, got {dtype_name(raw_dtype)}"
     return (
-        ring_reason(ring, shape, raw_dtype, device, tuple(ssm_state.shape[:2]))
+        state_and_ring_reason(ssm_state, ring, shape, 1, needs_kernels)
         or _commit_index_reason(
             slots,
             accept_lens,

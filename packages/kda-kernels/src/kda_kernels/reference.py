@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from kda_kernels import checks, commit_checks
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
+from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots, common_rows
 from kda_kernels.checking import refuse
 from kda_kernels.errors import ErrorKind
 from kda_kernels.reference_chunked import chunked_outputs
@@ -84,7 +84,8 @@ def _count(errors: torch.Tensor | None, kind: ErrorKind) -> None:
         errors[kind] += 1
 
 
-def _usable_slot(slot: int, num_slots: int, errors: torch.Tensor | None) -> bool:
+def usable_slot(slot: int, num_slots: int, errors: torch.Tensor | None) -> bool:
+    """Whether a slot is one of the pool's; counted if it is neither that nor -1."""
     if slot < -1 or slot >= num_slots:
         _count(errors, ErrorKind.SLOT)
     return 0 <= slot < num_slots
@@ -117,12 +118,14 @@ def verify_reference(
     indices_ready: bool = False,
     starts: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
+    pending: PendingFold | None = None,
 ) -> torch.Tensor:
     """`kda_kernels.verify_fused` in plain torch; ``config`` and ``workspace`` are checked and otherwise unused."""
     reason = checks.verify_reason(
         mixed_qkv, a, b, shape=shape, params=params, state=state, record=record, slots=slots,
         draft_tokens=draft_tokens, rows=rows, config=config, errors=errors, out=out, workspace=workspace,
-        form=form, indices_ready=indices_ready, starts=starts, parents=parents, needs_kernels=False,
+        form=form, indices_ready=indices_ready, starts=starts, parents=parents, pending=pending,
+        needs_kernels=False,
     )  # fmt: skip
     refuse(reason)
     if out is None:
@@ -132,7 +135,7 @@ def verify_reference(
     owned = torch.zeros(mixed_qkv.shape[0], dtype=torch.bool)
     for i, (slot, row) in enumerate(zip(slots.tolist(), row_list, strict=True)):
         tokens = slice(i * draft_tokens, (i + 1) * draft_tokens) if starts is None else _range(starts, i)
-        slot_usable = _usable_slot(slot, state.ssm_state.shape[0], errors)
+        slot_usable = usable_slot(slot, state.ssm_state.shape[0], errors)
         usable = _usable_row(row, num_rows, errors) and slot_usable
         if not _usable_range(tokens, draft_tokens, mixed_qkv.shape[0], errors):
             continue
@@ -140,11 +143,18 @@ def verify_reference(
         earlier = list(range(-1, length - 1)) if parents is None else parents[i, :length].tolist()
         if not (usable and _usable_parents(earlier, errors)):
             continue
+        ring_slot = slot
+        if pending is not None and isinstance(record, Ring):
+            if not usable_pending(pending, slot, record.length, errors):
+                continue
+            replay_pending(state.ssm_state, record, pending, slot)
+            ring_slot += int(pending.parity[slot]) * state.ssm_state.shape[0]
         owned[tokens] = True
         if length:
             out[tokens] = _verify_request(
-                mixed_qkv[tokens], a[tokens], b[tokens], shape, params, state, record, slot, row, earlier, form
-            )
+                mixed_qkv[tokens], a[tokens], b[tokens], shape, params, state, record, slot, row, earlier, form,
+                ring_slot,
+            )  # fmt: skip
     out[~owned] = 0
     return out
 
@@ -181,7 +191,7 @@ def _paths(parents: list[int]) -> list[list[int]]:
 
 def _verify_request(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, shape: KdaShape, params: LayerParams, state: LayerState,
-    record: Ring | Snapshots, slot: int, row: int, parents: list[int], form: str,
+    record: Ring | Snapshots, slot: int, row: int, parents: list[int], form: str, ring_slot: int,
 ) -> torch.Tensor:  # fmt: skip
     """Verify one request; x: [T, D], a: [T, HV*K], b: [T, HV], parents: of its T tokens -> [T, HV, V] fp32."""
     h, hv, k_dim, tokens = shape.num_heads, shape.num_v_heads, shape.head_k_dim, len(parents)
@@ -194,10 +204,10 @@ def _verify_request(
     beta = 1.0 / (1.0 + torch.exp(-_wide(b)))
     if isinstance(record, Ring):
         n = min(tokens, record.length)
-        record.raw_v[slot, :, :n] = v_raw[:n].transpose(0, 1)
-        record.raw_k[slot, :, :n] = k_raw[:n].transpose(0, 1)
-        record.g[slot, :, :n] = g[:n].transpose(0, 1)
-        record.beta[slot, :, :n] = beta[:n].T
+        record.raw_v[ring_slot, :, :n] = v_raw[:n].transpose(0, 1)
+        record.raw_k[ring_slot, :, :n] = k_raw[:n].transpose(0, 1)
+        record.g[ring_slot, :, :n] = g[:n].transpose(0, 1)
+        record.beta[ring_slot, :, :n] = beta[:n].T
     group = hv // h
     q = (l2_normalise(_wide(q_raw.view(tokens, h, k_dim))) * params.scale_for(shape)).repeat_interleave(group, 1)
     k = l2_normalise(_wide(k_raw)).repeat_interleave(group, 1)
@@ -214,7 +224,7 @@ def _verify_request(
     return torch.stack(outputs)
 
 
-def _commits(
+def commits(
     slots: torch.Tensor, accept_lens: torch.Tensor, num_slots: int, limit: int, errors: torch.Tensor | None,
     track_slots: torch.Tensor | None, track_steps: torch.Tensor | None, starts: torch.Tensor | None, draft_tokens: int,
     rows: torch.Tensor | None = None, num_rows: int | None = None,
@@ -230,7 +240,7 @@ def _commits(
     ):
         tokens = slice(0, limit) if starts is None else _range(starts, i)
         usable = [
-            _usable_slot(slot, num_slots, errors),
+            usable_slot(slot, num_slots, errors),
             num_rows is None or _usable_row(row, num_rows, errors),
             _usable_range(tokens, draft_tokens, None, errors),
         ]
@@ -246,6 +256,42 @@ def _commits(
         wanted = 0 <= track < num_slots and 0 <= step < accept
         found.append((row, slot, accept, track if wanted else -1, step))
     return found
+
+
+def _replay_records(
+    states: torch.Tensor, ring: Ring, slot: int, ring_slot: int, count: int, track: int = -1, step: int = -1
+) -> None:
+    """Replay the first ``count`` records into one layer's ``states[slot]``; after ``step`` into ``track`` as well."""
+    group = ring.g.shape[1] // ring.raw_k.shape[1]
+    S = _wide(states[slot])
+    for t in range(count):
+        k = l2_normalise(_wide(ring.raw_k[ring_slot, :, t])).repeat_interleave(group, 0)
+        v, g, beta = (_wide(x[ring_slot, :, t]) for x in (ring.raw_v, ring.g, ring.beta))
+        S = delta_step(S, k, v, g, beta)
+        if track >= 0 and t == step:
+            states[track] = S
+    states[slot] = S
+
+
+def usable_pending(pending: PendingFold, slot: int, length: int, errors: torch.Tensor | None) -> bool:
+    """Whether what ``pending`` says of a slot can be, with a ring of ``length``; counted if not."""
+    usable = int(pending.parity[slot]) in (0, 1) and 0 <= int(pending.pending[slot]) <= length
+    if not usable:
+        _count(errors, ErrorKind.ACCEPT)
+    return usable
+
+
+def replay_pending(
+    states: torch.Tensor, ring: Ring, pending: PendingFold, slot: int, track: int = -1, step: int = -1
+) -> None:
+    """Replay one layer's pending records of a usable slot into ``states``, unless that was done."""
+    count, now = int(pending.pending[slot]), pending.epoch[slot]
+    folded = pending.folded[slot]
+    if count == 0 or bool((folded == now).all()):
+        return
+    bank = 1 - int(pending.parity[slot])
+    _replay_records(states, ring, slot, slot + bank * states.shape[0], count, track if step < count else -1, step)
+    folded.copy_(now.expand_as(folded))
 
 
 @torch.no_grad()
@@ -271,20 +317,11 @@ def fold_reference(
     )  # fmt: skip
     refuse(reason)
     limit = min(draft_tokens, ring.length)
-    group = shape.num_v_heads // shape.num_heads
-    for _, slot, accept, track, step in _commits(
+    for _, slot, accept, track, step in commits(
         slots, accept_lens, ssm_state.shape[1], limit, errors, track_slots, track_steps, starts, draft_tokens
     ):
         for layer in range(ssm_state.shape[0]):
-            records = ring.layer(layer)
-            S = _wide(ssm_state[layer, slot])
-            for t in range(accept):
-                k = l2_normalise(_wide(records.raw_k[slot, :, t])).repeat_interleave(group, 0)
-                v, g, beta = (_wide(x[slot, :, t]) for x in (records.raw_v, records.g, records.beta))
-                S = delta_step(S, k, v, g, beta)
-                if track >= 0 and t == step:
-                    ssm_state[layer, track] = S
-            ssm_state[layer, slot] = S
+            _replay_records(ssm_state[layer], ring.layer(layer), slot, slot, accept, track, step)
 
 
 def scatter_conv_reference(
@@ -348,7 +385,7 @@ def _scatter_reference(
     refuse(reason)
     if accept_lens is None:
         accept_lens = cast(torch.Tensor, last_steps) + 1
-    for row, slot, accept, track, step in _commits(
+    for row, slot, accept, track, step in commits(
         slots, accept_lens, dst.shape[1], draft_tokens, errors, track_slots, track_steps, starts, draft_tokens,
         rows, src.shape[1],
     ):  # fmt: skip

@@ -13,7 +13,7 @@ from kda_kernels._launch import Launched, contracts_conv, current_target, launch
 from kda_kernels._replay import Ticket
 from kda_kernels._triton.verify import conv_kernel, verify_kernel
 from kda_kernels._verify_call import VerifyCall, replay
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots, common_rows
+from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots, common_rows
 from kda_kernels.checking import refuse
 from kda_kernels.defaults import default_verify_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
@@ -45,12 +45,13 @@ def verify_fused(
     indices_ready: bool = False,
     starts: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
+    pending: PendingFold | None = None,
 ) -> torch.Tensor:
     """Verify T draft tokens of B requests in one kernel: conv, SiLU, gates, l2-norm, delta rule, record, windows.
 
-    Reads ``state.conv_state`` and ``state.ssm_state``, never writes them. Writes the output, ``state.conv_window``,
-    and the record: ring records 0..min(T, L)-1 of each slot, or each token's state snapshot. Bit-identical to
-    `verify_unfused` and, token by token, to ``draft_tokens=1``.
+    Reads ``state.conv_state`` and ``state.ssm_state``, never writes them (but see ``pending``). Writes the output,
+    ``state.conv_window``, and the record: ring records 0..min(T, L)-1 of each slot, or each token's state snapshot.
+    Bit-identical to `verify_unfused` and, token by token, to ``draft_tokens=1``.
 
     On a CUDA device a call with the same groups (params, state, record) as an earlier one, and with other arguments
     that are alike, is recognised and launched without checking it again: build the groups once.
@@ -80,6 +81,10 @@ def verify_fused(
             ``slots``, ``rows``, ``starts`` and ``parents``. They are then read before the wait of programmatic
             dependent launch.
         starts, parents: None; ragged batches and trees are for `verify_unfused`.
+        pending: fold on verify, with a `Ring` of two banks (see `PendingFold`) and chains of one length: what is
+            pending in a slot is first replayed into its ``state.ssm_state``, unless an earlier verify or flush did so
+            already, and the tokens' records go to the other bank. Commit with `advance` in place of `fold`. A slot
+            whose bookkeeping is out of range is treated as padded and counted as an accept length.
 
     Returns:
         [B*T, HV, V] in mixed_qkv's dtype; rows of padded positions are exactly 0.
@@ -92,7 +97,7 @@ def verify_fused(
     """
     call = (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
-        form, indices_ready, True,
+        form, indices_ready, True, pending,
     )  # fmt: skip
     if starts is not None or parents is not None:
         return _verify(VerifyCall(*call, starts, parents), None)  # refused
@@ -120,6 +125,7 @@ def verify_unfused(
     indices_ready: bool = False,
     starts: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
+    pending: PendingFold | None = None,
 ) -> torch.Tensor:
     """`verify_fused` in two kernels: the causal-conv update (SiLU, windows), then the gated delta-rule recurrence.
 
@@ -143,7 +149,7 @@ def verify_unfused(
     """
     call = (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
-        form, indices_ready, False,
+        form, indices_ready, False, pending,
     )  # fmt: skip
     if starts is not None or parents is not None:
         return _verify(VerifyCall(*call, starts, parents), None)
@@ -229,6 +235,7 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
             out, call.slots, call.rows, call.errors,
             state.ssm_state.shape[0], common_rows(state, call.record), float(params.scale_for(shape)),
             *(() if layout else _batch_arguments(call)),
+            *_pending_arguments(call.pending),
         ),
         device=x.device, num_warps=config.num_warps, pdl=config.pdl, max_registers=config.max_registers,
         T=call.draft_tokens, L=ring.length if ring else 0,
@@ -246,6 +253,13 @@ def _batch_arguments(call: VerifyCall) -> tuple[torch.Tensor | int | None, ...]:
     if call.starts is None:
         return None, call.parents, None, None
     return call.starts, call.parents, call.slots.shape[0], call.mixed_qkv.shape[0]
+
+
+def _pending_arguments(pending: PendingFold | None) -> tuple[torch.Tensor | int | None, ...]:
+    """The tensors of pending folds and the slot pitch of the last, in the kernels' order."""
+    if pending is None:
+        return (None,) * 5
+    return pending.parity, pending.pending, pending.epoch, pending.folded, pitch(pending.folded)
 
 
 def _ring_arguments(ring: Ring | None) -> tuple[torch.Tensor | int | None, ...]:

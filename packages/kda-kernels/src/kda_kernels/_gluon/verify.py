@@ -27,13 +27,22 @@ from kda_kernels._gluon.inputs import (
     value_of,
 )
 from kda_kernels._gluon.layouts import packed, row_layout, state_layout
+from kda_kernels._gluon.pending import fold_records, load_records
 from kda_kernels._triton.arithmetic import beta_of, delta_step, dot_k, in_layout, inverse_norm, log_decay
-from kda_kernels._triton.common import count_row_error, count_slot_error, load_row, load_slot, pdl_wait
+from kda_kernels._triton.common import (
+    count_accept_error,
+    count_row_error,
+    count_slot_error,
+    load_row,
+    load_slot,
+    pdl_wait,
+)
+from kda_kernels._triton.pending import load_pending, records_to_fold, store_folded
 
 
 @gluon.jit(
     do_not_specialize=["num_slots", "num_rows"],
-    do_not_specialize_on_alignment=["slots", "rows", "errors"],
+    do_not_specialize_on_alignment=["slots", "rows", "errors", "parity", "pending", "epoch"],
 )
 def verify_gluon_kernel(
     x, x_stride,  # [B*T, D]: mixed_qkv (fused) or the conv kernel's output
@@ -49,6 +58,7 @@ def verify_gluon_kernel(
     out,  # [B*T, HV, V]
     slots, rows, errors,  # [B], [B], [len(ErrorKind)]
     num_slots, num_rows, scale,
+    parity, pending, epoch, folded, folded_pitch,  # [slots], or None; [slots, HV, V // 8]
     T: gl.constexpr, L: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BLOCK_V: gl.constexpr, FUSED: gl.constexpr, RING: gl.constexpr, HAS_BIAS: gl.constexpr,
     SAFE_GATE: gl.constexpr, CONTRACT: gl.constexpr, HAS_ROWS: gl.constexpr, COUNT: gl.constexpr, PDL: gl.constexpr,
@@ -59,6 +69,7 @@ def verify_gluon_kernel(
     # Order of the q | k tile's rows, which decides what a thread's rows can share: short drafts do better with taps,
     # long ones with addresses.
     PAIRED: gl.constexpr = TP <= 4
+    PENDING: gl.constexpr = pending is not None
     D: gl.constexpr = 2 * H * K + HV * V
     NUM_V: gl.constexpr = V // BLOCK_V
     ACT: gl.constexpr = out.dtype.element_ty
@@ -116,10 +127,18 @@ def verify_gluon_kernel(
         pdl_wait(PDL)
     token = i_n.to(gl.int64) * T
     p_out = out + (token * HV + i_hv) * V + state_v
-    if not (slot_usable & row_usable):
+    usable = slot_usable & row_usable
+    ring_slot = slot
+    if PENDING:
+        ring_slot, pending_slot, records, pending_valid = load_pending(parity, pending, slot, usable, num_slots, L)
+        count_pending = usable & (not pending_valid)
+        usable = usable & pending_valid
+    if not usable:
         first = (i_hv == 0) & (i_v == 0)
         count_slot_error(errors, slot, num_slots, first, COUNT)
         count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
+        if PENDING:
+            count_accept_error(errors, count_pending, first, COUNT)
         for t in gl.static_range(T):
             gl.store(p_out + t * HV * V, gl.zeros([BLOCK_V], ACT, ROWS))
         return
@@ -132,8 +151,18 @@ def verify_gluon_kernel(
     beta_input = gl.load(b + (token + clamped(b_token, T, TP)) * b_stride + i_hv)
     qk_columns = load_columns(x, x_stride, history, clamped(qk_token, T, TP), qk_channels, D, FUSED)
     v_columns = load_columns(x, x_stride, history, clamped(v_token, T, TP), v_channels, D, FUSED)
+    if PENDING:
+        now = gl.load(epoch + slot)
+        p_folded = folded + slot * folded_pitch + (i_hv * V + i_v * BLOCK_V) // 8
+        records = records_to_fold(records, p_folded, now)
+        pending_records = load_records(
+            raw_k + pending_slot * raw_k_pitch + i_h * L * K, ring_g + pending_slot * ring_g_pitch + i_hv * L * K,
+            raw_v + pending_slot * raw_v_pitch + i_hv * L * V + i_v * BLOCK_V,
+            ring_beta + pending_slot * ring_beta_pitch + i_hv * L, records, L, K, V, BLOCK_V, WARPS,
+        )  # fmt: skip
     head = i_hv * V * K + state_v[:, None] * K + state_k[None, :]
-    S = gl.load(ssm_state + slot * ssm_state_pitch + head)
+    p_state = ssm_state + slot * ssm_state_pitch + head
+    S = gl.load(p_state)
     if STATE_FIRST:
         # Left alone, the compiler issues the state's loads after the convolution, which waits for the inputs. So the
         # biases go a way through shared memory, for its barrier: no load can be scheduled after it, and no arithmetic
@@ -162,12 +191,13 @@ def verify_gluon_kernel(
     if RING:
         # Records past the ring are dropped, not written into the next head's.
         KEPT: gl.constexpr = min(T, L)
-        p_k = raw_k + slot * raw_k_pitch + (i_h * L + qk_token) * K + qk_k
+        p_k = raw_k + ring_slot * raw_k_pitch + (i_h * L + qk_token) * K + qk_k
         gl.store(p_k, qk_raw, mask=qk_owned & is_k & (qk_token < KEPT))
-        gl.store(raw_v + slot * raw_v_pitch + (i_hv * L + v_token) * V + v_v, v_raw, mask=v_mask & (v_token < KEPT))
-        p_g = ring_g + slot * ring_g_pitch + (i_hv * L + g_token) * K + g_k
+        p_v = raw_v + ring_slot * raw_v_pitch + (i_hv * L + v_token) * V + v_v
+        gl.store(p_v, v_raw, mask=v_mask & (v_token < KEPT))
+        p_g = ring_g + ring_slot * ring_g_pitch + (i_hv * L + g_token) * K + g_k
         gl.store(p_g, g, mask=(g_token < KEPT) & (g_token % NUM_V == i_v) & (g_k >= 0))
-        gl.store(ring_beta + slot * ring_beta_pitch + i_hv * L + b_token, beta, mask=(b_token < KEPT) & (i_v == 0))
+        gl.store(ring_beta + ring_slot * ring_beta_pitch + i_hv * L + b_token, beta, mask=(b_token < KEPT) & (i_v == 0))
 
     qk = qk_raw.to(gl.float32)
     qk = qk * in_layout(inverse_norm(dot_k(qk, qk)), gl.SliceLayout(1, QK))[:, None]
@@ -182,6 +212,10 @@ def verify_gluon_kernel(
         if FUSED:
             qk_kept._keep_alive()
             v_kept._keep_alive()
+    if PENDING:
+        if records > 0:
+            S = fold_records(S, pending_records, records, STATE)
+            store_folded(p_state, S, p_folded, state_v - i_v * BLOCK_V, now)
     if CHUNKED:
         q_rows, k_rows = qk_rows(qk_shared, PAIRED)
         w_shared, c_shared = prepare_chunk(q_rows, k_rows, decay_shared, beta_shared, T, TP, K, WARPS)

@@ -3,6 +3,9 @@
 ``FUSED`` decides only where a token's q, k and v come from: convolved here from mixed_qkv, or loaded from the conv
 kernel's output. Everything after that is the same code, so the two lanes cannot differ in a bit.
 
+With ``pending`` (fold on verify) a program first replays the accepted records of the slot's other bank into its rows,
+stores them, and goes on with them.
+
 A program owns ``BLOCK_V`` rows of one head's [V, K] state for all T tokens of one request. Recurrent, each token steps
 the state; ``CHUNKED``, the loop keeps the tokens and their outputs come after it (`kda_kernels._triton.chunked`).
 
@@ -33,7 +36,15 @@ from kda_kernels._triton.batches import (
     zero_unowned_rows,
 )
 from kda_kernels._triton.chunked import begin_chunk, chunk_outputs, extend_chunk
-from kda_kernels._triton.common import count_row_error, count_slot_error, load_row, load_slot, pdl_wait
+from kda_kernels._triton.common import (
+    count_accept_error,
+    count_row_error,
+    count_slot_error,
+    load_row,
+    load_slot,
+    pdl_wait,
+)
+from kda_kernels._triton.pending import load_pending, records_to_fold, replay_records, store_folded
 
 
 @triton.jit
@@ -71,7 +82,9 @@ def store_window(window, x1, x2, x3, channels, mask, D: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows", "batch", "num_tokens"],
-    do_not_specialize_on_alignment=["slots", "rows", "errors", "starts", "parents"],
+    do_not_specialize_on_alignment=[
+        "slots", "rows", "errors", "starts", "parents", "parity", "pending", "epoch"
+    ],
 )
 def verify_kernel(
     x, x_stride,  # [B*T, D]: mixed_qkv (fused) or the conv kernel's output
@@ -88,6 +101,7 @@ def verify_kernel(
     slots, rows, errors,  # [B], [B], [len(ErrorKind)]
     num_slots, num_rows, scale,
     starts, parents, batch, num_tokens,  # [B+1] or None, [B, T] or None; the integers go with starts
+    parity, pending, epoch, folded, folded_pitch,  # [slots], or None; [slots, HV, V // 8]
     T: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_V: tl.constexpr, FUSED: tl.constexpr, RING: tl.constexpr, HAS_BIAS: tl.constexpr,
     SAFE_GATE: tl.constexpr, CONTRACT: tl.constexpr, HAS_ROWS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
@@ -98,6 +112,9 @@ def verify_kernel(
     TREE: tl.constexpr = parents is not None
     tl.static_assert(not (TREE and (RING or FUSED)), "a token of a tree starts from its parent's snapshot")
     tl.static_assert(not (RAGGED and FUSED), "the fused lane takes chains of one length")
+    PENDING: tl.constexpr = pending is not None
+    tl.static_assert(RING or not PENDING, "what is pending are records of a ring")
+    tl.static_assert(not (PENDING and RAGGED), "fold on verify takes chains of one length")
     D: tl.constexpr = 2 * H * K + HV * V
     NUM_V: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)
@@ -139,6 +156,11 @@ def verify_kernel(
     if INDICES_READY:
         pdl_wait(PDL)
     usable = slot_usable & row_usable
+    ring_slot = slot
+    if PENDING:
+        ring_slot, pending_slot, records, pending_valid = load_pending(parity, pending, slot, usable, num_slots, L)
+        count_pending = usable & (not pending_valid)
+        usable = usable & pending_valid
     if RAGGED:
         token, length, range_usable = load_range(starts, i_n, T)
         range_usable = range_usable & (token + length <= num_tokens)
@@ -153,6 +175,8 @@ def verify_kernel(
         first = (i_hv == 0) & (i_v == 0)
         count_slot_error(errors, slot, num_slots, first, COUNT)
         count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
+        if PENDING:
+            count_accept_error(errors, count_pending, first, COUNT)
         if TREE:
             count_parent_error(errors, is_tree, first, COUNT)
         if RAGGED:
@@ -182,7 +206,24 @@ def verify_kernel(
     a_next = tl.load(a + k_range)
     b_next = tl.load(b)
     p_state = ssm_state + slot * ssm_state_pitch + head
-    if not CHUNKED:  # that form's tiles of all tokens leave the state no registers until they are used up
+    if PENDING:
+        S = tl.load(p_state)
+        tile = tl.arange(0, BLOCK_V)
+        now = tl.load(epoch + slot)
+        p_folded = folded + slot * folded_pitch + (i_hv * V + i_v * BLOCK_V) // 8
+        records = records_to_fold(records, p_folded, now)
+        if records > 0:
+            tl.debug_barrier()  # no thread stores what another one has yet to load
+            S = replay_records(
+                S, raw_k + pending_slot * raw_k_pitch + i_h * L * K + k_range,
+                raw_v + pending_slot * raw_v_pitch + i_hv * L * V + i_v * BLOCK_V + tile,
+                ring_g + pending_slot * ring_g_pitch + i_hv * L * K + k_range,
+                ring_beta + pending_slot * ring_beta_pitch + i_hv * L, records, K, V,
+            )  # fmt: skip
+            store_folded(p_state, S, p_folded, tile, now)
+            if CHUNKED:
+                tl.debug_barrier()  # loaded again below, not by the threads that stored it
+    elif not CHUNKED:  # that form's tiles of all tokens leave the state no registers until they are used up
         S = tl.load(p_state)
 
     # One program writes what a k head, or all v tiles of a v head, share.
@@ -230,10 +271,10 @@ def verify_kernel(
 
         if RING:
             kept = t < L  # records past the ring are dropped, not written into the next head's
-            tl.store(raw_k + slot * raw_k_pitch + (i_h * L + t) * K + k_range, k_raw, mask=kept & owns_k_head)
-            tl.store(raw_v + slot * raw_v_pitch + (i_hv * L + t) * V + v_range, v_raw, mask=kept)
-            tl.store(ring_g + slot * ring_g_pitch + (i_hv * L + t) * K + k_range, g, mask=kept & owns_head)
-            tl.store(ring_beta + slot * ring_beta_pitch + i_hv * L + t, beta, mask=kept & owns_head)
+            tl.store(raw_k + ring_slot * raw_k_pitch + (i_h * L + t) * K + k_range, k_raw, mask=kept & owns_k_head)
+            tl.store(raw_v + ring_slot * raw_v_pitch + (i_hv * L + t) * V + v_range, v_raw, mask=kept)
+            tl.store(ring_g + ring_slot * ring_g_pitch + (i_hv * L + t) * K + k_range, g, mask=kept & owns_head)
+            tl.store(ring_beta + ring_slot * ring_beta_pitch + i_hv * L + t, beta, mask=kept & owns_head)
 
         k = l2_normalise(k_raw.to(tl.float32))
         q = l2_normalise(q_raw.to(tl.float32)) * scale
