@@ -22,6 +22,7 @@ from tests.support.marks import interpreter_only
 
 STEPS = 30
 EXAMPLES = 3
+OPTIONS = [*((mode, False) for mode in MODES), ("ring", True)]
 
 
 class Drawn:
@@ -42,13 +43,15 @@ class PoolMachine(RuleBasedStateMachine):
     """The steps of `Lifecycle` in any order."""
 
     mode: str
+    fold_on_verify: bool
     lives: list[Lifecycle]
 
     def __init__(self) -> None:
         super().__init__()
         self.life = Lifecycle(
-            self.mode, shape=KdaShape(1, 1, 64, 64), layers=1, slots=5, batch=3, draft_tokens=3, device="cpu"
-        )
+            self.mode, shape=KdaShape(1, 1, 64, 64), layers=1, slots=5, batch=3, draft_tokens=3, device="cpu",
+            fold_on_verify=self.fold_on_verify,
+        )  # fmt: skip
         for _ in range(2):
             self.life.arrive(Seeded(0))
         self.lives.append(self.life)
@@ -59,9 +62,9 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 @interpreter_only
-@pytest.mark.parametrize("mode", MODES)
-def test_every_request_is_its_own_history(mode: str) -> None:
-    machine = type("Machine", (PoolMachine,), {"mode": mode, "lives": []})
+@pytest.mark.parametrize(("mode", "fold_on_verify"), OPTIONS)
+def test_every_request_is_its_own_history(mode: str, fold_on_verify: bool) -> None:
+    machine = type("Machine", (PoolMachine,), {"mode": mode, "fold_on_verify": fold_on_verify, "lives": []})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kda_backend import LANES, PoolExhausted, StatePool, lane_mode
-from kda_kernels import KdaShape, LayerParams
+from kda_kernels import KdaShape, LayerParams, PendingFold, flush
 from tests.support.bits import assert_same_bits
 
 T = TypeVar("T")
@@ -45,13 +45,16 @@ class Lifecycle:
 
     def __init__(
         self, mode: str, *, shape: KdaShape, layers: int, slots: int, batch: int, draft_tokens: int, device: str,
-        seed: int = 0,
+        seed: int = 0, fold_on_verify: bool = False,
     ) -> None:  # fmt: skip
         self.shape, self.layers, self.batch, self.draft_tokens, self.device = shape, layers, batch, draft_tokens, device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.lanes = [None, *(lane for lane in LANES if lane_mode(lane) == mode)]
         common: dict[str, Any] = {"num_layers": layers, "device": device}
-        self.pool = StatePool(shape, num_slots=slots, max_batch=batch, draft_tokens=draft_tokens, mode=mode, **common)
+        self.pool = StatePool(
+            shape, num_slots=slots, max_batch=batch, draft_tokens=draft_tokens, mode=mode,
+            fold_on_verify=fold_on_verify, **common,
+        )  # fmt: skip
         self.history = StatePool(shape, num_slots=1, max_batch=1, draft_tokens=1, mode="ring", **common)
         self.params = [self._params() for _ in range(layers)]
         self.live: list[int] = []
@@ -74,9 +77,10 @@ class Lifecycle:
 
     def _poison(self, slot: int) -> None:
         """Fill all that a slot has with NaN."""
-        ring = vars(self.pool.ring).values() if self.pool.ring else ()
-        for tensor in (self.pool.conv_state, self.pool.ssm_state, *ring):
+        for tensor in (self.pool.conv_state, self.pool.ssm_state):
             tensor[:, slot] = NAN
+        for tensor in vars(self.pool.ring).values() if self.pool.ring else ():
+            tensor[:, slot :: self.pool.num_slots] = NAN  # in either bank
 
     def _slots_left(self) -> int:
         return self.pool.free_slots
@@ -237,13 +241,25 @@ class Lifecycle:
                 self.conv[:, track], self.ssm[:, track] = history.conv_state[:, 0], history.ssm_state[:, 0]
         self.conv[:, slot], self.ssm[:, slot] = history.conv_state[:, 0], history.ssm_state[:, 0]
 
+    def _committed(self) -> torch.Tensor:
+        """The recurrent states, with what is pending in those of live requests; the pool's own are left as they are."""
+        pool, states = self.pool, self.pool.ssm_state
+        if pool.pending is None or pool.ring is None:
+            return states
+        kept = pool.pending
+        states, copy = states.clone(), PendingFold(kept.parity, kept.pending, kept.epoch, kept.folded.clone())
+        flush(states, pool.ring, copy, shape=self.shape, slots=self._index(self.live), errors=pool.errors)
+        return states
+
     def check(self) -> None:
         """Every slot holds what it must, and the device counted no fault."""
         assert_same_bits(self.pool.conv_state, self.conv, "conv_state")
-        assert_same_bits(self.pool.ssm_state, self.ssm, "ssm_state")
+        assert_same_bits(self._committed(), self.ssm, "ssm_state")
         if self.pool.ring is not None:
             for tensor in vars(self.pool.ring).values():
-                assert tensor[:, self.canary].isnan().all(), "no record reached the canary's ring"
+                assert tensor[:, self.canary :: self.pool.num_slots].isnan().all(), (
+                    "no record reached the canary's ring"
+                )
         assert self.pool.error_summary() is None
 
 

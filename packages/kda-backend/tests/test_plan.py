@@ -46,7 +46,11 @@ shapes = st.builds(
 def sizes(draw: st.DrawFn, largest: int = 4) -> dict[str, Any]:
     mode = draw(st.sampled_from(MODES))
     drafts = draw(st.integers(1, largest))
-    ring = {"ring_length": draw(st.none() | st.integers(drafts, drafts + 3))} if mode == "ring" else {}
+    ring: dict[str, Any] = {}
+    if mode == "ring":
+        ring = {
+            "ring_length": draw(st.none() | st.integers(drafts, drafts + 3)), "fold_on_verify": draw(st.booleans())
+        }  # fmt: skip
     return {
         "shape": draw(shapes), "mode": mode, "draft_tokens": drafts, **ring,
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])),
@@ -66,15 +70,20 @@ def test_a_plan_is_what_the_pool_takes(given_sizes: dict[str, Any]) -> None:
     assert plan.state_bytes_per_slot == per_slot
     assert plan.window_bytes_per_row == pool.conv_window[:, 0].nbytes
     if pool.ring is not None:
-        assert plan.ring_bytes_per_slot == sum(t[:, 0].nbytes for t in vars(pool.ring).values())
+        assert plan.ring_bytes_per_slot == pool.ring.num_bytes // pool.num_slots
+    if pool.pending is not None:
+        assert plan.pending_bytes_per_slot * pool.num_slots == pool.pending.num_bytes
     if pool.snapshots is not None:
         assert plan.snapshot_bytes_per_row == pool.snapshots.states[:, 0].nbytes
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "fold_on_verify"), [("ring", False), ("ring", True), ("snapshots", False)])
 @pytest.mark.parametrize("shape", [KdaShape(1, 1, 64, 64), KdaShape(2, 6, 128, 64), KdaShape(3, 3, 64, 128)], ids=str)
-def test_a_plan_counts_every_byte_that_is_allocated(shape: KdaShape, mode: str) -> None:
-    chosen: dict[str, Any] = {"num_layers": 2, "num_slots": 5, "max_batch": 3, "draft_tokens": 4, "mode": mode}
+def test_a_plan_counts_every_byte_that_is_allocated(shape: KdaShape, mode: str, fold_on_verify: bool) -> None:
+    chosen: dict[str, Any] = {
+        "num_layers": 2, "num_slots": 5, "max_batch": 3, "draft_tokens": 4, "mode": mode,
+        "fold_on_verify": fold_on_verify,
+    }  # fmt: skip
     pool = StatePool(shape, **chosen)
     assert pool.num_bytes == held_bytes(pool) == memory_plan(shape, dtype=torch.bfloat16, **chosen).total_bytes
 

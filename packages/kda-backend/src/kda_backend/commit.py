@@ -10,8 +10,13 @@ import torch
 from kda_kernels import (
     KdaShape,
     LayerState,
+    PendingFold,
     Ring,
     Snapshots,
+    advance_reason,
+    advance_reference,
+    flush_reason,
+    flush_reference,
     fold_reason,
     fold_reference,
     scatter_conv_reference,
@@ -20,6 +25,7 @@ from kda_kernels import (
 )
 from kda_kernels.checking import refuse
 from kda_kernels.commit import prepare_fold, prepare_scatter
+from kda_kernels.pending import prepare_advance, prepare_flush
 
 _WINDOWS = ("conv_state", "conv_window")
 _SNAPSHOTS = ("ssm_state", "snapshots.states")
@@ -39,8 +45,12 @@ def commit_layers(
     uncounted: torch.Tensor | None = None,
     reference: bool = False,
     on_launch: Callable[[], None] = lambda: None,
+    pending: PendingFold | None = None,
 ) -> None:
     """Advance every layer's recurrent and conv state by each request's accepted prefix: two launches.
+
+    With ``pending`` the second launch only records the accepted prefixes, as `kda_kernels.advance`; where a state is
+    tracked, a third replays them.
 
     Args:
         state, record: with a leading [layers]; ``state`` is updated in place.
@@ -49,6 +59,7 @@ def commit_layers(
         uncounted: counters of the windows' launch, which sees the same faults.
         reference: plain torch instead of kernels.
         on_launch: called once everything was checked, before the first launch.
+        pending: what verify was given; ``record`` is then its two-bank ring.
 
     Raises:
         ValueError: an argument is refused; nothing was written.
@@ -58,6 +69,35 @@ def commit_layers(
         "track_slots": track_slots, "track_steps": track_steps,
     }  # fmt: skip
     windows, states = (state.conv_state, state.conv_window), state.ssm_state
+    if pending is not None:
+        if not isinstance(record, Ring):
+            raise TypeError(f"record must be a Ring where pending is given, got {type(record).__name__}")
+        advancing: dict[str, Any] = {**common, "ring_length": record.length, "errors": errors}
+        flushing: dict[str, Any] = {
+            "shape": shape, "slots": slots, "track_slots": track_slots, "track_steps": track_steps
+        }  # fmt: skip
+        if reference:
+            refuse(
+                scatter_reason(*windows, names=_WINDOWS, **common, needs_kernels=False)
+                or advance_reason(pending, **advancing, needs_kernels=False)
+                or flush_reason(states, record, pending, **flushing, needs_kernels=False)
+            )
+            on_launch()
+            scatter_conv_reference(*windows, errors=uncounted, **common)
+            advance_reference(pending, **advancing)
+            if track_slots is not None:
+                flush_reference(states, record, pending, errors=uncounted, **flushing)
+            return
+        launches = [
+            prepare_scatter(*windows, names=_WINDOWS, errors=uncounted, **common),
+            prepare_advance(pending, **advancing),
+        ]
+        if track_slots is not None:
+            launches.append(prepare_flush(states, record, pending, errors=uncounted, **flushing))
+        on_launch()
+        for launch in launches:
+            launch()
+        return
     # Windows first: that copy can be repeated if the second launch never happens, a fold cannot.
     if reference:
         reason = scatter_reason(*windows, names=_WINDOWS, **common, needs_kernels=False)

@@ -9,6 +9,8 @@ import torch
 from kda_backend.lanes import MODES
 from kda_backend.slots import check_int
 from kda_kernels import ErrorKind, KdaShape
+from kda_kernels.buffers import FOLDED_ROWS
+from kda_kernels.pending_checks import BANKS
 
 ERROR_COUNTERS = 2
 """Error tensors of a pool: the one that is read, and one for launches that see the same faults again."""
@@ -24,6 +26,7 @@ class MemoryPlan:
     Args:
         shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens: as `kda_backend.StatePool`.
         ring_length: L, records per slot; 0 in snapshot mode.
+        fold_on_verify: as `kda_backend.StatePool`.
     """
 
     shape: KdaShape
@@ -34,6 +37,7 @@ class MemoryPlan:
     max_batch: int
     draft_tokens: int
     ring_length: int
+    fold_on_verify: bool = False
 
     @property
     def state_bytes_per_slot(self) -> int:
@@ -42,13 +46,22 @@ class MemoryPlan:
 
     @property
     def ring_bytes_per_slot(self) -> int:
-        """Ring records of one slot, all layers; 0 in snapshot mode."""
-        return self.num_layers * self.ring_length * self.shape.ring_bytes_per_token(self.dtype)
+        """Ring records of one slot, all layers, in both banks where there are two; 0 in snapshot mode."""
+        banks = BANKS if self.fold_on_verify else 1
+        return banks * self.num_layers * self.ring_length * self.shape.ring_bytes_per_token(self.dtype)
+
+    @property
+    def pending_bytes_per_slot(self) -> int:
+        """What fold on verify keeps of one slot beside its records; 0 without it."""
+        if not self.fold_on_verify:
+            return 0
+        entries = self.shape.num_v_heads * self.shape.head_v_dim // FOLDED_ROWS
+        return (len(("parity", "pending", "epoch")) + self.num_layers * entries) * torch.int32.itemsize
 
     @property
     def bytes_per_slot(self) -> int:
         """What every slot takes, whether its request is in a round or waits: state, and the ring where there is one."""
-        return self.state_bytes_per_slot + self.ring_bytes_per_slot
+        return self.state_bytes_per_slot + self.ring_bytes_per_slot + self.pending_bytes_per_slot
 
     @property
     def snapshot_bytes_per_row(self) -> int:
@@ -80,7 +93,8 @@ class MemoryPlan:
     @property
     def scratch_bytes(self) -> int:
         """What undoing drafts takes in the whole pool: ring or snapshots."""
-        return self.num_slots * self.ring_bytes_per_slot + self.max_batch * self.snapshot_bytes_per_row
+        per_slot = self.ring_bytes_per_slot + self.pending_bytes_per_slot
+        return self.num_slots * per_slot + self.max_batch * self.snapshot_bytes_per_row
 
     @property
     def error_bytes(self) -> int:
@@ -120,12 +134,14 @@ def memory_plan(
     max_batch: int,
     draft_tokens: int,
     ring_length: int | None = None,
+    fold_on_verify: bool = False,
 ) -> MemoryPlan:
     """The bytes of a pool of these sizes. Allocates nothing; arguments and errors as `kda_backend.StatePool`.
 
     Raises:
-        TypeError: ``shape`` is not a KdaShape, or a size not an int.
-        ValueError: a size is below 1, the mode or dtype is unknown, or the ring is shorter than the drafts.
+        TypeError: ``shape`` is not a KdaShape, a size not an int, or ``fold_on_verify`` not a bool.
+        ValueError: a size is below 1, the mode or dtype is unknown, the ring is shorter than the drafts, or
+            ``fold_on_verify`` is asked for without one.
     """
     if not isinstance(shape, KdaShape):
         raise TypeError(f"shape must be a KdaShape, got {type(shape).__name__}")
@@ -145,5 +161,9 @@ def memory_plan(
                 f"ring_length must be at least draft_tokens={draft_tokens}, got {ring_length}: "
                 "records past the ring are dropped and their tokens could not be committed"
             )
+    if not isinstance(fold_on_verify, bool):
+        raise TypeError(f"fold_on_verify must be True or False, got {type(fold_on_verify).__name__}")
+    if fold_on_verify and mode != "ring":
+        raise ValueError(f"fold_on_verify goes with mode='ring', whose records it replays; got mode={mode!r}")
     length = (draft_tokens if ring_length is None else ring_length) if mode == "ring" else 0
-    return MemoryPlan(shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, length)
+    return MemoryPlan(shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, length, fold_on_verify)

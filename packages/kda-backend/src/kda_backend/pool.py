@@ -48,9 +48,14 @@ class StatePool(SlotStorage):
         dtype: activation dtype, torch.bfloat16 or torch.float16.
         device: where the tensors live.
         ring_length: L, records per slot; None means ``draft_tokens``. At least ``draft_tokens``.
+        fold_on_verify: with mode "ring": `commit` writes down how many drafts were accepted, and the next round's
+            `verify` replays them while it has the state in hands. A round then reads and writes the state once, for a
+            second ring (the plan has its bytes). Same bits; only what else reads `ssm_state` must call `flush` before.
 
     Raises:
-        ValueError: a size is below 1, the mode is unknown, or the ring is shorter than the drafts.
+        TypeError: a size is not an int, or ``fold_on_verify`` not a bool.
+        ValueError: a size is below 1, the mode is unknown, the ring is shorter than the drafts, or ``fold_on_verify``
+            goes with no ring.
     """
 
     def begin(self, slots: torch.Tensor, draft_tokens: int) -> None:
@@ -94,7 +99,7 @@ class StatePool(SlotStorage):
         form: str = "recurrent",
         indices_ready: bool = False,
     ) -> torch.Tensor:
-        """Verify the round's tokens on one layer; state is only read until `commit`.
+        """Verify the round's tokens on one layer; committed state stays what it is until `commit`.
 
         Args:
             layer: 0..num_layers-1.
@@ -121,14 +126,15 @@ class StatePool(SlotStorage):
             lane, config = choice.lane, config or choice.config
         if lane not in (lanes := _ALLOWED[self.mode]):
             raise ValueError(f"lane must be one of {lanes} in a pool of mode {self.mode!r}, got {lane!r}")
-        state, record = self._layers[layer]
+        state, record, pending = self._layers[layer]
+        folding = {} if pending is None else {"pending": pending}
         result = _VERIFY[lane](
             mixed_qkv, a, b, shape=self.shape, params=params, state=state, record=record, slots=current.slots,
             draft_tokens=current.draft_tokens, config=config,
             # Every layer sees the same slots: one of them counts. The others count aside, for the same compiled kernel.
             errors=self.errors if layer == 0 else self._uncounted,
             out=out, workspace=current.workspace if lane in _UNFUSED else None, form=form,
-            indices_ready=indices_ready,
+            indices_ready=indices_ready, **folding,
         )  # fmt: skip
         current.verified.add(layer)
         current.reference |= lane == REFERENCE_LANE
@@ -162,7 +168,8 @@ class StatePool(SlotStorage):
             accept_lens: [B] int32 or int64, 0..draft_tokens (the root included); 0 leaves the slot untouched.
             track_slots: [B] a second slot (of a prefix cache, say) that receives the row's state and conv state after
                 a step, in the same launches; -1 for none. Not a slot of the round: refused where both are on the CPU,
-                the caller's to keep on a device.
+                the caller's to keep on a device. With fold on verify, such a commit also brings the round's slots up to
+                date, in a launch of its own.
             track_steps: [B] that step, 0-based. One at or past the accept length is not written.
 
         Raises:
@@ -183,6 +190,7 @@ class StatePool(SlotStorage):
             self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
             draft_tokens=current.draft_tokens, track_slots=track_slots, track_steps=track_steps,
             errors=self.errors, uncounted=self._uncounted, reference=current.reference, on_launch=self.abandon,
+            pending=self.pending,
         )  # fmt: skip
 
     def _current_round(self) -> Round:

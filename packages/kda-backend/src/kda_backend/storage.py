@@ -9,7 +9,19 @@ import torch
 from kda_backend.plan import memory_plan
 from kda_backend.rounds import Round
 from kda_backend.slots import SlotAllocator, SlotState, check_int
-from kda_kernels import KdaShape, LayerState, Ring, Snapshots, describe_errors, new_error_counts
+from kda_kernels import (
+    KdaShape,
+    LayerState,
+    PendingFold,
+    Ring,
+    Snapshots,
+    describe_errors,
+    flush,
+    flush_reference,
+    new_error_counts,
+)
+from kda_kernels._launch import device_reason
+from kda_kernels.pending_checks import BANKS
 
 
 class SlotStorage:
@@ -27,8 +39,11 @@ class SlotStorage:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         ring_length: int | None = None,
+        fold_on_verify: bool = False,
     ) -> None:
-        self.plan = memory_plan(shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, ring_length)
+        self.plan = memory_plan(
+            shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, ring_length, fold_on_verify
+        )
         self.shape, self.mode, self.dtype = shape, mode, dtype
         self.num_layers, self.num_slots = num_layers, num_slots
         self.max_batch, self.draft_tokens = max_batch, draft_tokens
@@ -42,7 +57,7 @@ class SlotStorage:
             if mode == "ring":
                 self.record = Ring.allocate(
                     shape,
-                    slots=num_slots,
+                    slots=BANKS * num_slots if fold_on_verify else num_slots,
                     length=self.plan.ring_length,
                     dtype=dtype,
                     device=device,
@@ -52,12 +67,18 @@ class SlotStorage:
                 self.record = Snapshots.allocate(
                     shape, rows=max_batch, steps=draft_tokens, device=device, num_layers=num_layers
                 )
+            self.pending: PendingFold | None = None
+            if fold_on_verify:
+                self.pending = PendingFold.allocate(shape, slots=num_slots, device=device, num_layers=num_layers)
             self.errors = new_error_counts(device)
             self._uncounted = new_error_counts(device)
             self._workspace = torch.empty(max_batch * draft_tokens, shape.conv_dim, dtype=dtype, device=device)
         self.device = self.state.ssm_state.device
         self._allocator = SlotAllocator(num_slots)
-        self._layers = [(self.state.layer(i), self.record.layer(i)) for i in range(num_layers)]
+        self._layers = [
+            (self.state.layer(i), self.record.layer(i), None if self.pending is None else self.pending.layer(i))
+            for i in range(num_layers)
+        ]
         self._round: Round | None = None
 
     @property
@@ -67,7 +88,7 @@ class SlotStorage:
 
     @property
     def ssm_state(self) -> torch.Tensor:
-        """[layers, slots, HV, V, K] fp32."""
+        """[layers, slots, HV, V, K] fp32. With fold on verify, a slot's last accepted round may be missing: `flush`."""
         return self.state.ssm_state
 
     @property
@@ -77,7 +98,7 @@ class SlotStorage:
 
     @property
     def ring(self) -> Ring | None:
-        """The ring of all layers, or None in snapshot mode."""
+        """The ring of all layers, or None in snapshot mode. With fold on verify, of ``2 * num_slots`` slots."""
         return self.record if isinstance(self.record, Ring) else None
 
     @property
@@ -92,14 +113,14 @@ class SlotStorage:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that undoing drafts costs: ring or snapshots."""
-        return self.record.num_bytes
+        """Bytes that undoing drafts costs: ring or snapshots, and what fold on verify keeps beside them."""
+        return self.record.num_bytes + (0 if self.pending is None else self.pending.num_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all the pool's tensors."""
         own = (self.errors, self._uncounted, self._workspace)
-        return self.state.num_bytes + self.record.num_bytes + sum(t.numel() * t.element_size() for t in own)
+        return self.state.num_bytes + self.scratch_bytes + sum(t.numel() * t.element_size() for t in own)
 
     def allocate(self, n: int = 1) -> list[int]:
         """Take ``n`` free slots, all or none, their recurrent and conv state zeroed on every layer.
@@ -115,6 +136,8 @@ class SlotStorage:
             index = torch.tensor(slots, device=self.device)
             self.conv_state.index_fill_(1, index, 0)
             self.ssm_state.index_fill_(1, index, 0)
+            if self.pending is not None:
+                self.pending.pending.index_fill_(0, index, 0)
         except BaseException:
             self._allocator.free(slots)
             raise
@@ -141,8 +164,10 @@ class SlotStorage:
         self._need_no_round("copy_slot")
         check_int("src", src, 0, self.num_slots - 1)
         check_int("dst", dst, 0, self.num_slots - 1)
+        self.flush([src])
         for own in (self.conv_state, self.ssm_state):
             own[:, dst] = own[:, src]
+        self._nothing_pending(dst)
 
     def export_slot(self, slot: int) -> SlotState:
         """A copy of a slot's committed state, all layers, on the pool's device.
@@ -153,6 +178,7 @@ class SlotStorage:
         """
         self._need_no_round("export_slot")
         check_int("slot", slot, 0, self.num_slots - 1)
+        self.flush([slot])
         return SlotState(self.conv_state[:, slot].clone(), self.ssm_state[:, slot].clone())
 
     def import_slot(self, slot: int, state: SlotState) -> None:
@@ -195,6 +221,39 @@ class SlotStorage:
         moved = [given.detach().to(self.device) for _, given, _ in pairs]
         for (_, _, own), given in zip(pairs, moved, strict=True):
             own[:, slot] = given
+        self._nothing_pending(slot)
+
+    def flush(self, slots: Iterable[int] | torch.Tensor | None = None) -> None:
+        """Bring the recurrent state of ``slots`` up to date, on all layers; does nothing without fold on verify.
+
+        Needed before something else than the pool reads `ssm_state`: prefill that goes on from a slot, an engine's own
+        decode kernel, a snapshot. The pool's methods see to it themselves. May be called at any time, and again.
+
+        Args:
+            slots: numbers, or an int32 or int64 tensor on the pool's device (which costs no copy to it; -1 is padding);
+                None: all slots.
+
+        Raises:
+            TypeError, ValueError: a slot is not an int, is not in the pool, or is named twice.
+        """
+        if self.pending is None or not isinstance(self.record, Ring):
+            return
+        if slots is None:
+            slots = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
+        elif not isinstance(slots, torch.Tensor):
+            numbers = list(slots)
+            for slot in numbers:
+                check_int("slots", slot, 0, self.num_slots - 1)
+            if len(set(numbers)) != len(numbers):
+                raise ValueError(f"slots must name each slot once, got {numbers}")
+            slots = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        op = flush if device_reason(self.device) is None else flush_reference
+        op(self.ssm_state, self.record, self.pending, shape=self.shape, slots=slots, errors=self.errors)
+
+    def _nothing_pending(self, slot: int) -> None:
+        """What a slot's state was before is of no interest any more: it has just been set."""
+        if self.pending is not None:
+            self.pending.pending[slot] = 0
 
     def error_summary(self) -> str | None:
         """What the device has counted so far (see `kda_kernels.ErrorKind`), or None. Waits for the device.
