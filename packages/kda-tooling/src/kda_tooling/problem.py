@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from kda_kernels import KdaShape, LayerParams, LayerState, Ring, Snapshots, new_error_counts
+from kda_kernels import KdaShape, LayerParams, LayerState, PendingFold, Ring, Snapshots, new_error_counts
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,29 @@ class Records:
 
 
 @dataclass(frozen=True)
+class FoldOnVerify:
+    """What fold on verify takes: a ring of two banks, and what is pending of each slot."""
+
+    banks: Ring
+    pending: PendingFold
+
+    def layer(self, index: int) -> FoldOnVerify:
+        """The views of layer ``index``."""
+        return FoldOnVerify(self.banks.layer(index), self.pending.layer(index))
+
+    def reset(self) -> None:
+        """Nothing is pending, and the next verify writes the first bank."""
+        for tensor in vars(self.pending).values():
+            tensor.zero_()
+
+
+def _folding(problem: VerifyProblem | Problems) -> FoldOnVerify:
+    if problem.fold_on_verify is None:
+        raise ValueError("the problem has no second bank: build it with fold_on_verify=True")
+    return problem.fold_on_verify
+
+
+@dataclass(frozen=True)
 class VerifyProblem(Records):
     """Everything that one layer's verify takes, in the layouts of `kda_kernels.verify_fused`.
 
@@ -52,6 +75,12 @@ class VerifyProblem(Records):
     slots: torch.Tensor
     errors: torch.Tensor
     workspace: torch.Tensor
+    fold_on_verify: FoldOnVerify | None = None
+
+    @property
+    def folding(self) -> FoldOnVerify:
+        """``fold_on_verify``; ValueError if the problem was built without it."""
+        return _folding(self)
 
     @property
     def batch(self) -> int:
@@ -65,6 +94,12 @@ class Problems(Records):
 
     layers: list[VerifyProblem]
     state: LayerState
+    fold_on_verify: FoldOnVerify | None = None
+
+    @property
+    def folding(self) -> FoldOnVerify:
+        """``fold_on_verify``; ValueError if the problems were built without it."""
+        return _folding(self)
 
 
 def random_params(
@@ -106,6 +141,7 @@ def random_problems(
     weight_dtype: torch.dtype | None = None,
     ring: bool = True,
     snapshots: bool = False,
+    fold_on_verify: bool = False,
     seed: int = 0,
 ) -> Problems:
     """Problems of ``layers`` layers with random inputs.
@@ -131,6 +167,14 @@ def random_problems(
         if snapshots
         else None
     )
+    folding = None
+    if fold_on_verify:
+        folding = FoldOnVerify(
+            Ring.allocate(
+                shape, slots=2 * slots_total, length=draft_tokens, dtype=dtype, device=device, num_layers=layers
+            ),
+            PendingFold.allocate(shape, slots=slots_total, device=device, num_layers=layers),
+        )
     x = torch.empty(layers, tokens, shape.conv_dim, dtype=dtype, device=device).normal_(generator=generator)
     a = torch.empty(layers, tokens, hv * k, dtype=dtype, device=device).normal_(generator=generator)
     b = torch.empty(layers, tokens, hv, dtype=dtype, device=device).normal_(generator=generator)
@@ -147,7 +191,8 @@ def random_problems(
             ),
             state=state.layer(i), slots=slots, errors=errors, workspace=workspace,
             ring=rings.layer(i) if rings else None, snapshots=shots.layer(i) if shots else None,
+            fold_on_verify=folding.layer(i) if folding else None,
         )
         for i in range(layers)
     ]  # fmt: skip
-    return Problems(ring=rings, snapshots=shots, layers=problems, state=state)
+    return Problems(ring=rings, snapshots=shots, layers=problems, state=state, fold_on_verify=folding)

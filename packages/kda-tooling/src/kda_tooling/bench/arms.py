@@ -20,6 +20,7 @@ from kda_tooling.problem import Problems, VerifyProblem
 
 OURS = "kda"
 RECURRENT = FORMS[0]
+FOLD_ON_VERIFY = "fold-on-verify"
 MAX_STATE_REGISTERS = 128
 """Configurations whose state tile takes more registers per thread than this are not swept: they spill."""
 
@@ -37,6 +38,7 @@ class Arm:
         commit: commits all layers of ``problems`` in place.
         config: launch configuration of verify; None for the kernels' own choice, and for a peer.
         form: one of `kda_kernels.FORMS`.
+        fold_on_verify: verify replays what the last round accepted, and commit only writes down how much that is.
     """
 
     name: str
@@ -47,11 +49,13 @@ class Arm:
     commit: Callable[[Problems, torch.Tensor], None]
     config: LaunchConfig | None = None
     form: str = RECURRENT
+    fold_on_verify: bool = False
 
     @property
     def column(self) -> str:
-        """The lane, with its form where that is not the usual one: arms of one column can stand for each other."""
-        return self.lane if self.form == RECURRENT else f"{self.lane} {self.form}"
+        """The lane, with what is not usual of it: arms of one column can stand for each other."""
+        form = "" if self.form == RECURRENT else f" {self.form}"
+        return self.lane + form + (f" {FOLD_ON_VERIFY}" if self.fold_on_verify else "")
 
 
 def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
@@ -78,26 +82,30 @@ def _suffix(config: LaunchConfig | None) -> str:
 
 
 def _verify(
-    lane: str, form: str, config: LaunchConfig | None, indices_ready: bool
+    lane: str, form: str, config: LaunchConfig | None, indices_ready: bool, folds: bool
 ) -> Callable[[VerifyProblem], torch.Tensor]:
     op = verify_fused if lane.startswith("fused") else verify_unfused
 
     def run(p: VerifyProblem) -> torch.Tensor:
         return op(
-            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state, record=p.record(lane_mode(lane)),
-            slots=p.slots, draft_tokens=p.draft_tokens, config=config, errors=p.errors, workspace=p.workspace,
+            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state,
+            record=p.folding.banks if folds else p.record(lane_mode(lane)),
+            pending=p.folding.pending if folds else None, slots=p.slots,
+            draft_tokens=p.draft_tokens, config=config, errors=p.errors, workspace=p.workspace,
             form=form, indices_ready=indices_ready,
         )  # fmt: skip
 
     return run
 
 
-def _commit(mode: str) -> Callable[[Problems, torch.Tensor], None]:
+def _commit(mode: str, folds: bool) -> Callable[[Problems, torch.Tensor], None]:
     def run(problems: Problems, accept_lens: torch.Tensor) -> None:
         first = problems.layers[0]
         commit_layers(
-            problems.state, problems.record(mode), shape=first.shape, slots=first.slots, accept_lens=accept_lens,
+            problems.state, problems.folding.banks if folds else problems.record(mode), shape=first.shape,
+            slots=first.slots, accept_lens=accept_lens,
             draft_tokens=first.draft_tokens, errors=first.errors, uncounted=first.errors,
+            pending=problems.folding.pending if folds else None,
         )  # fmt: skip
 
     return run
@@ -110,20 +118,25 @@ def our_arms(
     nvidia: bool = False,
     forms: Iterable[str] = (RECURRENT,),
     indices_ready: bool = False,
+    fold_on_verify: bool = False,
 ) -> list[Arm]:
-    """Our lanes in each form that they have, in the default configuration or (fused lanes) in every one."""
+    """Our lanes in each form that they have, in the default configuration or (fused lanes) in every one.
+
+    ``fold_on_verify``: ring lanes also with it.
+    """
     arms = []
-    for form, lane in itertools.product(forms, lanes):
+    for form, lane, folds in itertools.product(forms, lanes, (False, True) if fold_on_verify else (False,)):
         if lane not in LANES:
             raise ValueError(f"lane must be one of {', '.join(LANES)}; got {lane!r}")
         mode = lane_mode(lane)
-        if form != RECURRENT and mode != "ring":
+        if mode != "ring" and (form != RECURRENT or folds):
             continue
         configs: list[LaunchConfig | None] = [None]
         if sweep_configs and lane.startswith("fused"):
             configs += launch_configs(shape, nvidia)
         for config in configs:
-            arm = Arm("", OURS, lane, mode, _verify(lane, form, config, indices_ready), _commit(mode), config, form)
+            verify = _verify(lane, form, config, indices_ready, folds)
+            arm = Arm("", OURS, lane, mode, verify, _commit(mode, folds), config, form, folds)
             arms.append(replace(arm, name=f"{OURS} {arm.column}{_suffix(config)}"))
     return arms
 
@@ -144,10 +157,15 @@ def peer_arms(peer: Peer, problem: VerifyProblem) -> list[Arm]:
 
 
 def commit_arms(arms: Iterable[Arm]) -> list[Arm]:
-    """One arm per owner and mode, named after them: how verify was done makes no difference to a commit."""
+    """One arm per owner and mode, named after them: how verify was done makes no difference to a commit.
+
+    Fold on verify, which leaves less to a commit, is a mode here.
+    """
     unique: dict[tuple[str, str], Arm] = {}
     for arm in arms:
-        unique.setdefault((arm.owner, arm.mode), arm)
+        mode = f"{arm.mode} {FOLD_ON_VERIFY}" if arm.fold_on_verify else arm.mode
+        unique.setdefault((arm.owner, mode), arm)
     return [
-        replace(arm, name=f"{owner} {mode} commit", lane=mode, form=RECURRENT) for (owner, mode), arm in unique.items()
+        replace(arm, name=f"{owner} {mode} commit", lane=arm.mode, form=RECURRENT)
+        for (owner, mode), arm in unique.items()
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kda_kernels import Ring
+from kda_kernels import Ring, flush
 from kda_tooling.bench.arms import OURS, RECURRENT, Arm, commit_arms
 from kda_tooling.problem import Problems, VerifyProblem
 
@@ -27,11 +27,12 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
-def _written(problem: VerifyProblem, mode: str) -> dict[str, torch.Tensor]:
-    record = problem.record(mode)
+def _written(problem: VerifyProblem, arm: Arm) -> dict[str, torch.Tensor]:
+    record = problem.folding.banks if arm.fold_on_verify else problem.record(arm.mode)
     tensors = {"conv_window": problem.state.conv_window}
     if isinstance(record, Ring):
-        tensors |= {name: getattr(record, name) for name in ("raw_v", "raw_k", "g", "beta")}
+        slots = problem.state.ssm_state.shape[0]  # the bank that a reset problem's verify writes
+        tensors |= {name: getattr(record, name)[:slots] for name in ("raw_v", "raw_k", "g", "beta")}
     else:
         tensors["snapshots"] = record.states
     return tensors
@@ -75,9 +76,11 @@ def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
     expected = _Expected()
     # What others are compared with comes first: ours, the recurrent form before the other.
     for arm in sorted(arms, key=lambda arm: (arm.owner != OURS, arm.form != RECURRENT)):
-        tensors = _written(problem, arm.mode)
+        tensors = _written(problem, arm)
         for tensor in tensors.values():
             tensor.fill_(POISON)
+        if arm.fold_on_verify:
+            problem.folding.reset()
         out = arm.verify(problem)
         problem.state.conv_state.copy_(conv_state)
         for name, tensor in tensors.items():
@@ -101,10 +104,16 @@ def check_commits(problems: Problems, arms: list[Arm], accept_lens: torch.Tensor
     before = state.conv_state.clone(), state.ssm_state.clone()
     expected = _Expected()
     for arm in commit_arms(arms):
+        if arm.fold_on_verify:
+            problems.folding.reset()
         for problem in problems.layers:
             arm.verify(problem)
         state.conv_state.copy_(before[0])
         arm.commit(problems, accept_lens)
+        if arm.fold_on_verify:
+            first, folding = problems.layers[0], problems.folding
+            flush(state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
+            folding.reset()
         expected.equal(arm, "conv_state", state.conv_state)
         if arm.owner == OURS:
             expected.equal(arm, "ssm_state", state.ssm_state)

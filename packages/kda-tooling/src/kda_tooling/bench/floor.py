@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kda_kernels import CONV_WIDTH, KdaShape
+from kda_kernels.buffers import FOLDED_ROWS
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ def verify_traffic(
     return Traffic(
         read=parameters + inputs + state,
         written=tokens * (output + shape.window_bytes_per_token(dtype) + record),
+    )
+
+
+def fold_on_verify_traffic(
+    shape: KdaShape, batch: int, draft_tokens: int, accept: int, dtype: torch.dtype, bias: bool = True
+) -> Traffic:
+    """One layer's share of a round that folds on verify, of ``accept`` tokens per request in each round.
+
+    The bytes of a ring's verify; the state written and ``accept`` records read by it too, with what is kept of each
+    slot; the conv window of one step read and the conv state written at commit.
+    """
+    verify = verify_traffic(shape, batch, draft_tokens, dtype, "ring", bias)
+    window, folded = shape.window_bytes_per_token(dtype), 4 * (shape.num_v_heads * shape.head_v_dim // FOLDED_ROWS)
+    return verify + Traffic(
+        read=batch * (accept * shape.ring_bytes_per_token(dtype) + folded + window + 8),
+        written=batch * (4 * shape.state_numel + folded + window),
     )
 
 

@@ -42,6 +42,7 @@ class SweepSettings:
         passes: interleaved passes.
         peers: NAME=PATH of other projects' kernels.
         seed: of the random inputs.
+        fold_on_verify: rounds of the ring lanes are also measured with fold on verify.
         indices_ready: our lanes are told that the kernel before them writes no index (see `kda_kernels.verify_fused`).
 
     Raises:
@@ -64,6 +65,7 @@ class SweepSettings:
     peers: tuple[str, ...] = ()
     seed: int = 0
     indices_ready: bool = False
+    fold_on_verify: bool = False
 
     def __post_init__(self) -> None:
         unknown = [lane for lane in self.lanes if lane not in LANES]
@@ -117,6 +119,11 @@ class SweepSettings:
 
     def _check_kind(self) -> None:
         """What is asked must have an effect on what is measured."""
+        if self.fold_on_verify:
+            if self.kind != "round":
+                raise ValueError("--fold-on-verify moves work from commit to verify: give --round, which times both")
+            if not any(lane_mode(lane) == "ring" for lane in self.lanes):
+                raise ValueError(f"--fold-on-verify is of ring lanes, and --modes names none: {', '.join(self.lanes)}")
         if self.indices_ready and self.kind == "commit":
             raise ValueError("--indices-ready is of verify, and --commit times none: leave one of them out")
         if self.accept is not None:
@@ -186,6 +193,7 @@ def command_of(settings: dict[str, Any]) -> str:
     add("--accept", settings["accept"], None)
     words += ["--hot"] if settings["hot"] else []
     words += ["--indices-ready"] if settings.get("indices_ready") else []
+    words += ["--fold-on-verify"] if settings.get("fold_on_verify") else []
     add("--passes", settings["passes"], default.passes)
     add("--seed", settings["seed"], default.seed)
     if settings["peers"]:

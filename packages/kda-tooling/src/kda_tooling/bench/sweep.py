@@ -14,7 +14,7 @@ import torch
 from kda_backend import lane_mode
 from kda_tooling.bench.arms import Arm, commit_arms, our_arms, peer_arms
 from kda_tooling.bench.bits import check_bits, check_commits
-from kda_tooling.bench.floor import Traffic, commit_traffic, verify_traffic
+from kda_tooling.bench.floor import Traffic, commit_traffic, fold_on_verify_traffic, verify_traffic
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import DEFAULT_FORMS, SweepSettings
@@ -35,8 +35,9 @@ def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer
     """The arms of a cell, ours first."""
     nvidia = problem.slots.device.type == "cuda" and torch.version.hip is None
     arms = our_arms(
-        settings.shape, settings.lanes, settings.sweep_configs, nvidia, settings.forms, settings.indices_ready
-    )
+        settings.shape, settings.lanes, settings.sweep_configs, nvidia, settings.forms, settings.indices_ready,
+        settings.fold_on_verify,
+    )  # fmt: skip
     for peer in peers:
         arms += peer_arms(peer, problem)
     return arms
@@ -53,7 +54,7 @@ def build_problems(settings: SweepSettings, draft_tokens: int, batch: int, layer
     return random_problems(
         settings.shape, layers=layers, batch=batch, draft_tokens=draft_tokens, dtype=settings.torch_dtype,
         device=device, lower_bound=settings.lower_bound, bias=settings.bias, seed=settings.seed,
-        ring="ring" in modes, snapshots="snapshots" in modes,
+        ring="ring" in modes, snapshots="snapshots" in modes, fold_on_verify=settings.fold_on_verify,
     )  # fmt: skip
 
 
@@ -66,9 +67,13 @@ def rotation_layers(settings: SweepSettings, draft_tokens: int, batch: int, l2_b
     return layers, layers * per_layer
 
 
-def floor_of(settings: SweepSettings, draft_tokens: int, batch: int, mode: str) -> Traffic:
-    """Mandatory bytes per layer of the settings' kind."""
+def floor_of(
+    settings: SweepSettings, draft_tokens: int, batch: int, mode: str, fold_on_verify: bool = False
+) -> Traffic:
+    """Mandatory bytes per layer of the settings' kind; ``fold_on_verify``: of a round with it."""
     accept = settings.accept_for(draft_tokens)
+    if fold_on_verify:
+        return fold_on_verify_traffic(settings.shape, batch, draft_tokens, accept, settings.torch_dtype, settings.bias)
     verify = verify_traffic(settings.shape, batch, draft_tokens, settings.torch_dtype, mode, settings.bias)
     commit = commit_traffic(settings.shape, batch, accept, settings.torch_dtype, mode)
     return {"verify": verify, "commit": commit, "round": verify + commit}[settings.kind]
@@ -87,6 +92,7 @@ def cell_bytes(settings: SweepSettings, draft_tokens: int, batch: int, layers: i
     outputs = tokens * shape.num_v_heads * shape.head_v_dim * dtype.itemsize
     window = tokens * shape.window_bytes_per_token(dtype)
     ring = slots * draft_tokens * shape.ring_bytes_per_token(dtype) if "ring" in modes else 0
+    ring *= 3 if settings.fold_on_verify else 1  # two banks more
     snapshots = tokens * shape.snapshot_bytes_per_token() if "snapshots" in modes else 0
     copies = 1 if settings.kind == "verify" else 3  # check_commits keeps the states before and the first arm's after
     state = slots * shape.state_bytes_per_slot(dtype)
@@ -156,8 +162,8 @@ def measure_cell(
     timings = measure_interleaved(dict(graphs), layers * rounds, passes=settings.passes)
     results = []
     for arm in arms:
-        floor = floor_of(settings, draft_tokens, batch, arm.mode).microseconds(machine.copy_bytes_per_second)
-        results.append(arm_result(arm, timings[arm.name], floor))
+        floor = floor_of(settings, draft_tokens, batch, arm.mode, arm.fold_on_verify)
+        results.append(arm_result(arm, timings[arm.name], floor.microseconds(machine.copy_bytes_per_second)))
     return Cell(
         kind=settings.kind, draft_tokens=draft_tokens, batch=batch,
         accept=0 if settings.kind == "verify" else accept, layers=layers, rotated_bytes=rotated,
@@ -179,5 +185,7 @@ def run_sweep(settings: SweepSettings, on_cell: Callable[[int, int], None] = lam
         del described["forms"]  # as results without this setting are stored: they are of the recurrent form
     if not settings.indices_ready:
         del described["indices_ready"]  # likewise
+    if not settings.fold_on_verify:
+        del described["fold_on_verify"]
     described = json.loads(json.dumps(described))  # tuples to lists: equal to what is read back from JSON
     return SweepResult(machine, described, {peer.name: peer.version for peer in peers}, cells)
