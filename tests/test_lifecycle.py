@@ -25,7 +25,7 @@ EXAMPLES = 3
 
 
 class Drawn:
-    """Choices that hypothesis draws, and shrinks when a step fails.
+    """Choices that hypothesis draws.
 
     The values are shuffled by how many were drawn before: hypothesis begins with runs that take the first of all, and
     these shall be lives too.
@@ -61,12 +61,13 @@ class PoolMachine(RuleBasedStateMachine):
 @interpreter_only
 @pytest.mark.parametrize("mode", MODES)
 def test_every_request_is_its_own_history(mode: str) -> None:
+    # A failing run is reported as it was: shrinking it takes minutes of interpreted kernels.
     machine = type("Machine", (PoolMachine,), {"mode": mode, "lives": []})
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None,
-            phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip
     assert sum(life.steps for life in machine.lives) >= 40
