@@ -40,6 +40,19 @@ def verifies(problem: Problem, config: LaunchConfig) -> Iterator[tuple[str, Prob
             yield f"{record} {form}", problem.run(op, record, config=config, form=form, indices_ready=True)
 
 
+def batches(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """(what, outcome) of a ragged batch and of trees, in the lane that takes them."""
+    case = problem.case
+    starts = torch.arange(case.B + 1, dtype=torch.int32, device="cuda") * (case.T - 1)  # B rows belong to no request
+    parents = (torch.arange(case.T, dtype=torch.int32, device="cuda") - 2).clamp(min=-1).repeat(case.B, 1)
+    for record, options in (
+        ("ring", {"starts": starts}),
+        ("snapshots", {"starts": starts}),
+        ("snapshots", {"parents": parents}),
+    ):
+        yield f"{record} {', '.join(options)}", problem.run(verify_unfused, record, **options)
+
+
 def same(one: Problem, two: Problem) -> bool:
     """Equal in every bit of every buffer, canaries included."""
     return all(
@@ -76,6 +89,8 @@ def main() -> int:
             wrong += [
                 f"{case.id} {config} {what}" for what, got in verifies(problem, config) if not same(got, expected[what])
             ]
+        again = dict(batches(problem))  # twice: what is not written must not differ either
+        wrong += [f"{case.id} {what}" for what, got in batches(problem) if not same(got, again[what])]
         wrong += [f"{case.id} {what}" for what, right in commits(verified(case, "cuda")) if not right]
     torch.cuda.synchronize()
     sys.stdout.write(

@@ -111,6 +111,23 @@ def test_a_repeated_verify_gives_the_same_and_replays_nothing_twice(blocks: list
     rounds.assert_same_states()
 
 
+def test_ragged_rounds(device: str) -> None:
+    """A request without tokens has nothing folded; accept lengths end at each request's own."""
+    rounds = Rounds(Case(B=3, T=3, H=1, HV=2, K=64), device)
+    rounds.round([3, 1, 2])
+    for offsets, lengths in (([0, 2, 2, 5], [1, 0, 3]), ([1, 4, 6, 7], [2, 2, 1]), ([0, 3, 6, 9], [3, 0, 2])):
+        starts = torch.tensor(offsets, dtype=torch.int32, device=device)
+        rounds.draw()
+        rounds.verify(starts=starts)
+        if device == "cpu" and offsets[-1] < 9:
+            with pytest.raises(ValueError, match="accept_lens must be at most"):
+                rounds.commit([3, 3, 3], starts=starts)
+        rounds.commit(lengths, starts=starts)
+    rounds.flush()
+    rounds.assert_same_states()
+    assert not rounds.errors.any()
+
+
 def test_accept_zero_leaves_what_is_pending(device: str) -> None:
     rounds = Rounds(SMALL, device)
     rounds.round([2, 3])
@@ -251,7 +268,6 @@ def test_what_is_refused(device: str) -> None:
             verify_unfused(*positional, **keywords)
 
     refuses("pending must be None with Snapshots", record=rounds.plain.snapshots)
-    refuses("pending must be None with starts", starts=torch.tensor([0, 3, 6], device=device))
     refuses(r"ring.raw_v must have shape \[8, 2, 4, 64\]", record=rounds.plain.ring)
     refuses(r"pending.parity must have shape \[4\]", pending=PendingFold.allocate(shape, slots=5, device=device))
     wide = PendingFold(*(tensor.long() for tensor in vars(rounds.pending).values()))

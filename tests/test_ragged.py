@@ -25,7 +25,7 @@ from kda_kernels import (
     verify_reference,
     verify_unfused,
 )
-from tests.support.batches import BUFFERS, MODES, chains, offsets, poison_unowned, ragged_problem, record_of
+from tests.support.batches import BUFFERS, MODES, chains, offsets, place, poison_unowned, ragged_problem, record_of
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem
 from tests.support.commits import expected_states, fold_problem
@@ -68,6 +68,7 @@ def assert_same_buffers(outcome: Problem, expected: Problem) -> None:
 @pytest.mark.parametrize("case", params(SMALL, LARGE))
 def test_each_request_has_the_bits_of_a_chain_of_its_own(case: Case, mode: str, op: Verify, device: str) -> None:
     """Lengths 0, 1 and T among others, a padded request, leftover rows; NaN where no request has rows."""
+    device = place(op, device)
     lengths = mixed_lengths(case)
     starts = offsets(lengths, device)
     problem = ragged_problem(case, device, min(case.B * case.T, int(starts[-1]) + 5), padded=(3,))
@@ -125,6 +126,7 @@ def test_leftover_rows_are_not_read(mode: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_offsets_as_int64_and_as_a_slice(op: Verify, device: str) -> None:
+    device = place(op, device)
     problem = ragged_problem(CASE, device, 9)
     expected = verify_ragged(problem, op, "ring", offsets([2, 0, 3, 1], device))
     for dtype in (torch.int32, torch.int64):
@@ -158,6 +160,7 @@ WRONG = [  # starts, rows, usable requests; draft_tokens is 3
 def test_wrong_ranges_are_counted_and_neighbours_untouched(
     starts: list[int], num_tokens: int, usable: list[int], mode: str, op: Verify, device: str
 ) -> None:
+    device = place(op, device)
     problem = ragged_problem(Case(B=4, T=3, H=1, HV=2, K=64), device, num_tokens)
     problem.slots = problem.slots[:3]
     poison_unowned(problem, starts, usable)

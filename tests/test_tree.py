@@ -23,7 +23,7 @@ from kda_kernels import (
     verify_unfused,
 )
 from tests.support import oracle
-from tests.support.batches import BUFFERS, check_paths, leaf_paths, offsets, one_chain
+from tests.support.batches import BUFFERS, check_paths, leaf_paths, offsets, one_chain, place
 from tests.support.bits import assert_close, assert_same_bits
 from tests.support.bounds import verify_bounds
 from tests.support.cases import Case, Problem, make_problem, oracle_layer, to_numpy
@@ -67,6 +67,7 @@ def trees(case: Case, device: str, dtype: torch.dtype = torch.int32) -> torch.Te
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("case", params(SMALL, LARGE))
 def test_each_path_has_the_bits_of_a_chain_of_its_own(case: Case, dtype: torch.dtype, op: Verify, device: str) -> None:
+    device = place(op, device)
     problem = make_problem(case, device)
     problem["out"].fill_(float("nan"))
     parents = trees(case, device, dtype)
@@ -80,6 +81,7 @@ def test_each_path_has_the_bits_of_a_chain_of_its_own(case: Case, dtype: torch.d
 @pytest.mark.parametrize("case", params([CASE], LARGE[:1]))
 def test_ragged_trees(case: Case, op: Verify, device: str) -> None:
     """Lengths 2, 0, T and so on; parents past a request's length are nonsense, leftover inputs NaN."""
+    device = place(op, device)
     problem = make_problem(case, device)
     problem["out"].fill_(float("nan"))
     lengths = [(2, 0, case.T, 1)[i % 4] for i in range(case.B)]
@@ -100,6 +102,7 @@ def test_ragged_trees(case: Case, op: Verify, device: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("case", params(SMALL, LARGE[:1]))
 def test_a_tree_that_is_a_chain(case: Case, op: Verify, device: str) -> None:
+    device = place(op, device)
     problem = make_problem(case, device)
     parents = torch.arange(-1, case.T - 1, device=device).repeat(case.B, 1)
     outcome, chain = problem.run(op, "snapshots", parents=parents), problem.run(op, "snapshots")
@@ -142,6 +145,7 @@ NO_TREES = [
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("step", "parent"), NO_TREES)
 def test_D4_no_tree_is_counted_and_neighbours_are_served(step: int, parent: int, op: Verify, device: str) -> None:
+    device = place(op, device)
     problem = make_problem(CASE, device)
     problem["out"].fill_(float("nan"))
     parents = trees(CASE, device)

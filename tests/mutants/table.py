@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED, BATCHES = (
-    f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic", "chunked", "batches")
+VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED, BATCHES, PENDING = (
+    f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic", "chunked", "batches", "pending")
 )
 
 
@@ -292,5 +292,45 @@ MUTANTS = (
         "(parent >= -1) & (parent <= t)",
         "test_tree.py::test_D4_no_tree_is_counted_and_neighbours_are_served[itself-unfused]",
         "a token that follows itself would start from what an older round left in its snapshot",
+    ),
+    Mutant(
+        "pending-folds-twice",
+        PENDING,
+        "    return tl.where(tl.load(folded) == now, 0, records)",
+        "    return records",
+        "test_fold_on_verify.py::test_a_repeated_verify_gives_the_same_and_replays_nothing_twice[tiles shrink]",
+        "a verify that is repeated before commit must not replay records again",
+    ),
+    Mutant(
+        "pending-forgets-the-bank",
+        PENDING,
+        "    return slot + bank * num_slots, slot + (1 - bank) * num_slots, records, valid",
+        "    return slot, slot, records, valid",
+        "test_fold_on_verify.py::test_a_verify_writes_one_bank_and_reads_the_other",
+        "programs that still replay the old records must not meet new ones",
+    ),
+    Mutant(
+        "pending-banks-not-swapped",
+        PENDING,
+        "    tl.store(parity + slot, 1 - bank)\n",
+        "",
+        "test_fold_on_verify.py::test_accept_zero_leaves_what_is_pending",
+        "what was accepted lies in the bank that the last verify wrote",
+    ),
+    Mutant(
+        "pending-cleared-by-accept-zero",
+        PENDING,
+        "    if not (usable & valid & (accept > 0)):",
+        "    if not (usable & valid):",
+        "test_fold_on_verify.py::test_accept_zero_leaves_what_is_pending",
+        "a round that accepts nothing keeps what was pending before it",
+    ),
+    Mutant(
+        "pending-epoch-stands-still",
+        PENDING,
+        "    tl.store(epoch + slot, now + 1)\n",
+        "",
+        "test_fold_on_verify.py::test_a_repeated_verify_gives_the_same_and_replays_nothing_twice[tiles shrink]",
+        "flags of an older round would say that the new records are in the state",
     ),
 )

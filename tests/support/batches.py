@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kda_kernels import verify_reference
 from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Guarded, Problem, make_problem
 from tests.support.ops import Verify
@@ -16,6 +17,11 @@ POISONED = ("mixed_qkv", "a", "b")
 
 MODES = {"ring": {}, "snapshots": {}, "chunked": {"form": "chunked"}}
 """What a ragged verify can be: the record, or the ring in the chunked form."""
+
+
+def place(op: Verify, device: str) -> str:
+    """Where to compare ``op`` bit for bit. The order of torch's sums depends, on a GPU, on the size of the batch."""
+    return "cpu" if op is verify_reference else device
 
 
 def record_of(mode: str) -> str:

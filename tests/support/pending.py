@@ -66,16 +66,19 @@ class Rounds:
 
     def verify(self, **overrides: Any) -> None:
         """Verify on both sides; outputs and windows must be equal. ``overrides`` are of our side's call."""
-        changes = {name: value for name, value in overrides.items() if name == "form"}
+        changes = {name: value for name, value in overrides.items() if name in ("form", "starts")}
         for side, given in ((self.plain, changes), (self.ours, overrides)):
             positional, keywords = self.arguments(side, **given)
             self.op(*positional, **keywords)
         for name in ("out", "conv_window"):
             assert_same_bits(self.ours.whole(name), self.plain.whole(name), name)
 
-    def commit(self, accept_lens: Sequence[int], op: Callable[..., None] = advance, **track: Any) -> None:
+    def commit(
+        self, accept_lens: Sequence[int], op: Callable[..., None] = advance, starts: torch.Tensor | None = None,
+        **track: Any,
+    ) -> None:  # fmt: skip
         accepts = torch.tensor(accept_lens, dtype=torch.int32, device=self.device)
-        common: dict[str, Any] = dict(slots=self.slots, accept_lens=accepts, draft_tokens=self.case.T)
+        common: dict[str, Any] = dict(slots=self.slots, accept_lens=accepts, draft_tokens=self.case.T, starts=starts)
         for side in (self.plain, self.ours):
             scatter_conv(side["conv_state"][None], side["conv_window"][None], **common, **track)
         fold(self.plain["ssm_state"][None], with_layers(self.plain.ring), shape=self.case.shape, **common, **track)

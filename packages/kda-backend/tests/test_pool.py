@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kda_backend import LANES, MODES, REFERENCE_LANE, StatePool, lane_mode
-from kda_kernels import KdaShape, LayerParams, fold_reference, host_checks
+from kda_kernels import ErrorKind, KdaShape, LayerParams, fold_reference, host_checks
 
 SHAPE = KdaShape(num_heads=1, num_v_heads=2, head_k_dim=64, head_v_dim=64)
 SIZES: dict[str, Any] = dict(num_layers=2, num_slots=4, max_batch=2, draft_tokens=3)
@@ -22,6 +22,10 @@ DTYPE = torch.bfloat16
 
 def make_pool(mode: str = "ring", device: str = "cpu", **changes: Any) -> StatePool:
     return StatePool(SHAPE, **{**SIZES, "mode": mode, "dtype": DTYPE, "device": device, **changes})
+
+
+def counted(pool: StatePool) -> dict[ErrorKind, int]:
+    return {kind: count for kind in ErrorKind if (count := int(pool.errors[kind]))}
 
 
 class Engine:
@@ -295,13 +299,15 @@ class TestCommit:
         engine = Engine(REFERENCE_LANE, "cpu", mode=mode)
         with host_checks(False):
             engine.round([99, 1])
-            assert engine.pool.errors.tolist() == [0, 0, 1, 0]
+            assert counted(engine.pool) == {ErrorKind.ACCEPT: 1}
             engine.pool.begin(torch.tensor([2, 99]), STEPS)
             for layer in range(LAYERS):
                 engine.verify(layer)
-            assert engine.pool.errors.tolist() == [1, 0, 1, 0], "one layer of verify counts the slot"
+            assert counted(engine.pool) == {ErrorKind.SLOT: 1, ErrorKind.ACCEPT: 1}, (
+                "one layer of verify counts the slot"
+            )
             engine.commit([1, 1])
-        assert engine.pool.errors.tolist() == [2, 0, 1, 0], "one launch of commit counts the slot"
+        assert counted(engine.pool) == {ErrorKind.SLOT: 2, ErrorKind.ACCEPT: 1}, "one launch of commit counts the slot"
         assert "slot: 2" in str(engine.pool.error_summary())
 
     def test_a_reference_round_is_committed_by_the_reference(self) -> None:

@@ -37,8 +37,10 @@ def commit_layers(
     *,
     shape: KdaShape,
     slots: torch.Tensor,
-    accept_lens: torch.Tensor,
+    accept_lens: torch.Tensor | None,
     draft_tokens: int,
+    last_steps: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
@@ -54,7 +56,8 @@ def commit_layers(
 
     Args:
         state, record: with a leading [layers]; ``state`` is updated in place.
-        shape, slots, accept_lens, draft_tokens, track_slots, track_steps: as `kda_kernels.fold`.
+        shape, slots, accept_lens, draft_tokens, starts, track_slots, track_steps: as `kda_kernels.fold`.
+        last_steps: in place of accept_lens, with snapshots; as `kda_kernels.scatter_snapshots`.
         errors: counters of the state's launch.
         uncounted: counters of the windows' launch, which sees the same faults.
         reference: plain torch instead of kernels.
@@ -68,6 +71,10 @@ def commit_layers(
         "slots": slots, "accept_lens": accept_lens, "draft_tokens": draft_tokens,
         "track_slots": track_slots, "track_steps": track_steps,
     }  # fmt: skip
+    if starts is not None:
+        common["starts"] = starts
+    if last_steps is not None:
+        common |= {"accept_lens": None, "last_steps": last_steps}
     windows, states = (state.conv_state, state.conv_window), state.ssm_state
     if pending is not None:
         if not isinstance(record, Ring):

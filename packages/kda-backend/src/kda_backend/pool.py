@@ -8,7 +8,7 @@ import torch
 
 from kda_backend.commit import commit_layers
 from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, LaneChoice, Target, choose_lane, lane_mode
-from kda_backend.rounds import Round, stamp_of
+from kda_backend.rounds import Round
 from kda_backend.slots import check_int
 from kda_backend.storage import SlotStorage
 from kda_kernels import LaunchConfig, LayerParams, verify_fused, verify_reference, verify_unfused
@@ -58,17 +58,28 @@ class StatePool(SlotStorage):
             goes with no ring.
     """
 
-    def begin(self, slots: torch.Tensor, draft_tokens: int) -> None:
+    def begin(
+        self,
+        slots: torch.Tensor,
+        draft_tokens: int,
+        *,
+        starts: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
+    ) -> None:
         """Start a round: the slot of each batch position, and the tokens that each request verifies.
 
         Args:
             slots: [B] int32 or int64 on the pool's device, -1 for padding; B <= max_batch. Kept, not copied (a CUDA
                 graph replays on it): do not change it before `commit`.
-            draft_tokens: 1..``self.draft_tokens``, the root included.
+            draft_tokens: 1..``self.draft_tokens``, the root included; of a ragged batch, the most that a request has.
+            starts: [B+1] token offsets of a ragged batch, as `kda_kernels.verify_unfused`; kept like ``slots``.
+            parents: [B, T] parents of a batch of trees, as `kda_kernels.verify_unfused`, in mode "snapshots"; kept
+                like ``slots``. `commit` then takes ``last_steps``.
 
         Raises:
             TypeError: ``slots`` is not a tensor, or ``draft_tokens`` not an int.
-            ValueError: the batch or the drafts are larger than the pool's, or ``slots`` is not an index vector.
+            ValueError: the batch or the drafts are larger than the pool's, ``slots`` is not an index vector, or trees
+                were given to a pool of rings.
 
         An open round is dropped; nothing of it was committed.
         """
@@ -79,7 +90,14 @@ class StatePool(SlotStorage):
         if slots.shape[0] > self.max_batch:
             raise ValueError(f"slots must have at most max_batch={self.max_batch} entries, got {slots.shape[0]}")
         check_int("draft_tokens", draft_tokens, 1, self.draft_tokens)
-        self._round = Round(slots, draft_tokens, self._workspace[: slots.shape[0] * draft_tokens])
+        for name, given in (("starts", starts), ("parents", parents)):
+            if given is not None and not isinstance(given, torch.Tensor):
+                raise TypeError(f"{name} must be a Tensor or None, got {type(given).__name__}")
+        if parents is not None and self.mode == "ring":
+            raise ValueError(
+                "parents must be None in a pool of mode 'ring': a ring replays a chain; use mode 'snapshots'"
+            )
+        self._round = Round(slots, draft_tokens, starts, parents)
 
     def abandon(self) -> None:
         """Drop the open round, if any: state stays as it was before `begin`."""
@@ -103,7 +121,8 @@ class StatePool(SlotStorage):
 
         Args:
             layer: 0..num_layers-1.
-            mixed_qkv: [B*T, D]; a: [B*T, HV*K]; b: [B*T, HV]; as `kda_kernels.verify_fused`.
+            mixed_qkv: [B*T, D]; a: [B*T, HV*K]; b: [B*T, HV]; as `kda_kernels.verify_fused`. Of a ragged batch,
+                [N, ..] with at most max_batch * draft_tokens rows.
             params: the layer's parameters.
             lane: one of `LANES` that fits the pool's mode, or "reference" (plain torch); None takes `lane_choice`.
             config: launch configuration; None takes that of `lane_choice`, or the kernels' default.
@@ -127,14 +146,17 @@ class StatePool(SlotStorage):
         if lane not in (lanes := _ALLOWED[self.mode]):
             raise ValueError(f"lane must be one of {lanes} in a pool of mode {self.mode!r}, got {lane!r}")
         state, record, pending = self._layers[layer]
+        batch = {} if current.starts is None and current.parents is None else {
+            "starts": current.starts, "parents": current.parents,
+        }  # fmt: skip
         folding = {} if pending is None else {"pending": pending}
         result = _VERIFY[lane](
             mixed_qkv, a, b, shape=self.shape, params=params, state=state, record=record, slots=current.slots,
             draft_tokens=current.draft_tokens, config=config,
             # Every layer sees the same slots: one of them counts. The others count aside, for the same compiled kernel.
             errors=self.errors if layer == 0 else self._uncounted,
-            out=out, workspace=current.workspace if lane in _UNFUSED else None, form=form,
-            indices_ready=indices_ready, **folding,
+            out=out, workspace=self._workspace_for(mixed_qkv) if lane in _UNFUSED else None, form=form,
+            indices_ready=indices_ready, **batch, **folding,
         )  # fmt: skip
         current.verified.add(layer)
         current.reference |= lane == REFERENCE_LANE
@@ -151,21 +173,26 @@ class StatePool(SlotStorage):
         if form not in current.choices:
             current.choices[form] = choose_lane(
                 self.shape, mode=self.mode, batch=current.slots.shape[0], draft_tokens=current.draft_tokens,
-                target=Target.of(self.device), form=form,
+                target=Target.of(self.device), form=form, ragged=current.starts is not None,
+                tree=current.parents is not None,
             )  # fmt: skip
         return current.choices[form]
 
     def commit(
         self,
-        accept_lens: torch.Tensor,
+        accept_lens: torch.Tensor | None = None,
         *,
+        last_steps: torch.Tensor | None = None,
         track_slots: torch.Tensor | None = None,
         track_steps: torch.Tensor | None = None,
     ) -> None:
         """Advance every layer's state by each request's accepted prefix, and end the round.
 
         Args:
-            accept_lens: [B] int32 or int64, 0..draft_tokens (the root included); 0 leaves the slot untouched.
+            accept_lens: [B] int32 or int64, 0..draft_tokens (the root included); 0 leaves the slot untouched. Of a
+                ragged batch at most the request's own length.
+            last_steps: [B] int32 or int64, of trees in place of accept_lens: the step that the accepted path ends at,
+                -1 to leave the slot untouched.
             track_slots: [B] a second slot (of a prefix cache, say) that receives the row's state and conv state after
                 a step, in the same launches; -1 for none. Not a slot of the round: refused where both are on the CPU,
                 the caller's to keep on a device. With fold on verify, such a commit also brings the round's slots up to
@@ -184,14 +211,29 @@ class StatePool(SlotStorage):
         missing = sorted(set(range(self.num_layers)) - current.verified)
         if missing:
             raise RuntimeError(f"commit needs every layer verified in this round; layers {missing} were not")
-        if stamp_of(current.slots) != current.stamp:
-            raise RuntimeError("slots were changed in place since begin(): the records belong to the old ones")
+        if (name := current.changed()) is not None:
+            raise RuntimeError(f"{name} were changed in place since begin(): the records belong to the old ones")
+        given, missed = ("last_steps", "accept_lens") if current.parents is not None else ("accept_lens", "last_steps")
+        ends = {"accept_lens": accept_lens, "last_steps": last_steps}
+        if ends[given] is None or ends[missed] is not None:
+            raise ValueError(
+                f"commit of {'trees' if given == 'last_steps' else 'chains'} takes {given} and not {missed}"
+            )
         commit_layers(
             self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
-            draft_tokens=current.draft_tokens, track_slots=track_slots, track_steps=track_steps,
-            errors=self.errors, uncounted=self._uncounted, reference=current.reference, on_launch=self.abandon,
-            pending=self.pending,
+            draft_tokens=current.draft_tokens, last_steps=last_steps, starts=current.starts, track_slots=track_slots,
+            track_steps=track_steps, errors=self.errors, uncounted=self._uncounted, reference=current.reference,
+            on_launch=self.abandon, pending=self.pending,
         )  # fmt: skip
+
+    def _workspace_for(self, mixed_qkv: torch.Tensor) -> torch.Tensor:
+        """The conv output of that many token rows; a ragged batch that has more than the pool's is refused."""
+        rows = mixed_qkv.shape[0]
+        if rows > self._workspace.shape[0]:
+            raise ValueError(
+                f"mixed_qkv must have at most max_batch * draft_tokens = {self._workspace.shape[0]} rows, got {rows}"
+            )
+        return self._workspace[:rows]
 
     def _current_round(self) -> Round:
         if self._round is None:

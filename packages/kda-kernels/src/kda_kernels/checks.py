@@ -21,7 +21,7 @@ from kda_kernels.checking import (
     typed_number,
 )
 from kda_kernels.memory import overlap_reason, same_memory_reason
-from kda_kernels.pending_checks import BANKS, pending_lane_reason, pending_reason
+from kda_kernels.pending_checks import BANKS, pending_reason, pending_record_reason
 from kda_kernels.shapes import (
     ACTIVATION_DTYPES,
     CONV_WIDTH,
@@ -138,7 +138,7 @@ def verify_reason(
     reason = _form_reason(form, record, draft_tokens) or lane_reason(starts, parents, record, form, config, fused)
     if pending is not None:
         typed("pending", pending, PendingFold)
-        reason = reason or pending_lane_reason(record, starts, parents)
+        reason = reason or pending_record_reason(record)
     if reason:
         return reason
     if slots.ndim != 1:

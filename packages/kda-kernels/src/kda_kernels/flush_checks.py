@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kda_kernels._launch import device_reason
+from kda_kernels.batch_checks import accept_reason, starts_reason
 from kda_kernels.buffers import PendingFold, Ring
 from kda_kernels.checking import disjoint_reason, errors_reason, index_reason, tensor_reason, typed
 from kda_kernels.commit_checks import state_and_ring_reason
@@ -70,6 +71,7 @@ def advance_reason(
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     needs_kernels: bool = True,
 ) -> str | None:
     """Why an advance of these arguments is refused, or None. Arguments as `kda_kernels.advance`."""
@@ -95,6 +97,8 @@ def advance_reason(
     return (
         index_reason("slots", slots, batch, device, -1, num_slots - 1, unique=True)
         or index_reason("accept_lens", accept_lens, batch, device, 0, min(draft_tokens, ring_length))
+        or (None if starts is None else starts_reason(starts, batch, draft_tokens, None, device))
+        or (None if starts is None else accept_reason("accept_lens", accept_lens, starts, 0))
         or _track_reason(track_slots, track_steps, slots, num_slots)
         or errors_reason(errors, device)
     )

@@ -116,6 +116,7 @@ def advance(
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """Commit a verify's accepted prefixes by writing down how long they are, for all layers: one small launch.
 
@@ -133,6 +134,7 @@ def advance(
         track_slots, track_steps: as for the `flush` that follows; nothing is pending any more in a second slot that it
             will write.
         errors: counters from `new_error_counts`, or None to not count.
+        starts: [B+1] of a ragged verify: as for `fold`.
 
     Raises:
         ValueError: an argument is refused; the message is that of `flush_checks.advance_reason`.
@@ -140,7 +142,7 @@ def advance(
     """
     prepare_advance(
         pending, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, ring_length=ring_length,
-        track_slots=track_slots, track_steps=track_steps, errors=errors,
+        track_slots=track_slots, track_steps=track_steps, errors=errors, starts=starts,
     )()  # fmt: skip
 
 
@@ -154,11 +156,13 @@ def prepare_advance(
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     """Check an advance and return what launches it. Arguments and errors as `advance`."""
     tensors = _given(
-        slots=slots, accept_lens=accept_lens, track_slots=track_slots, track_steps=track_steps, errors=errors
-    )
+        slots=slots, accept_lens=accept_lens, track_slots=track_slots, track_steps=track_steps, errors=errors,
+        starts=starts,
+    )  # fmt: skip
 
     def recognised_by() -> _replay.Ticket:
         return (
@@ -170,7 +174,7 @@ def prepare_advance(
     def reason() -> str | None:
         return flush_checks.advance_reason(
             pending, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, ring_length=ring_length,
-            track_slots=track_slots, track_steps=track_steps, errors=errors,
+            track_slots=track_slots, track_steps=track_steps, errors=errors, starts=starts,
         )  # fmt: skip
 
     def launched() -> Launched | None:
@@ -181,6 +185,7 @@ def prepare_advance(
                 pending.parity, pending.pending, pending.epoch,
                 slots, accept_lens, track_slots, track_steps, errors,
                 pending.parity.shape[0], min(draft_tokens, ring_length), ring_length,
+                starts, None if starts is None else draft_tokens,
             ),
             device=slots.device, num_warps=1, pdl=None,
             HAS_TRACK=track_slots is not None, COUNT=errors is not None,

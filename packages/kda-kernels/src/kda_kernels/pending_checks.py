@@ -12,15 +12,10 @@ BANKS = 2
 """Ring slots for each slot of the state."""
 
 
-def pending_lane_reason(
-    record: Ring | Snapshots, starts: torch.Tensor | None, parents: torch.Tensor | None
-) -> str | None:
-    """Why fold on verify cannot take the kind of record or batch, or None."""
+def pending_record_reason(record: Ring | Snapshots) -> str | None:
+    """Why fold on verify cannot take the record, or None."""
     if not isinstance(record, Ring):
         return "pending must be None with Snapshots: what is pending are records of a Ring"
-    for name, given in (("starts", starts), ("parents", parents)):
-        if given is not None:
-            return f"pending must be None with {name}: fold on verify takes chains of one length; fold at commit"
     return None
 
 

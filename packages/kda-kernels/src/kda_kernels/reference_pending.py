@@ -51,16 +51,17 @@ def advance_reference(
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """`kda_kernels.advance` in plain torch."""
     reason = flush_checks.advance_reason(
         pending, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, ring_length=ring_length,
-        track_slots=track_slots, track_steps=track_steps, errors=errors, needs_kernels=False,
+        track_slots=track_slots, track_steps=track_steps, errors=errors, starts=starts, needs_kernels=False,
     )  # fmt: skip
     refuse(reason)
     num_slots, limit = pending.parity.shape[0], min(draft_tokens, ring_length)
     for _, slot, accept, track, _ in commits(
-        slots, accept_lens, num_slots, limit, errors, track_slots, track_steps, None, draft_tokens
+        slots, accept_lens, num_slots, limit, errors, track_slots, track_steps, starts, draft_tokens
     ):
         if not usable_pending(pending, slot, ring_length, errors):
             continue

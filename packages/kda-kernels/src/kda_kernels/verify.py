@@ -81,10 +81,10 @@ def verify_fused(
             ``slots``, ``rows``, ``starts`` and ``parents``. They are then read before the wait of programmatic
             dependent launch.
         starts, parents: None; ragged batches and trees are for `verify_unfused`.
-        pending: fold on verify, with a `Ring` of two banks (see `PendingFold`) and chains of one length: what is
-            pending in a slot is first replayed into its ``state.ssm_state``, unless an earlier verify or flush did so
-            already, and the tokens' records go to the other bank. Commit with `advance` in place of `fold`. A slot
-            whose bookkeeping is out of range is treated as padded and counted as an accept length.
+        pending: fold on verify, with a `Ring` of two banks (see `PendingFold`): what is pending in a slot is first
+            replayed into its ``state.ssm_state``, unless an earlier verify or flush did so already, and the tokens'
+            records go to the other bank. Commit with `advance` in place of `fold`. A slot whose bookkeeping is out of
+            range is treated as padded and counted as an accept length.
 
     Returns:
         [B*T, HV, V] in mixed_qkv's dtype; rows of padded positions are exactly 0.

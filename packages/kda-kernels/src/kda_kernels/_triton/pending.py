@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kda_kernels._triton.arithmetic import delta_step, l2_normalise
+from kda_kernels._triton.batches import count_length_error, load_range
 from kda_kernels._triton.common import (
     count_accept_error,
     count_slot_error,
@@ -116,15 +117,16 @@ def flush_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "limit", "length"],
+    do_not_specialize=["num_slots", "limit", "length", "draft_tokens"],
     do_not_specialize_on_alignment=[
-        "slots", "accept_lens", "track_slots", "track_steps", "errors", "parity", "pending", "epoch"
+        "slots", "accept_lens", "track_slots", "track_steps", "errors", "starts", "parity", "pending", "epoch"
     ],
 )
 def advance_kernel(
     parity, pending, epoch,  # [slots]
     slots, accept_lens, track_slots, track_steps, errors,
     num_slots, limit, length,
+    starts, draft_tokens,  # [B+1] or None; the integer goes with it
     HAS_TRACK: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Make the records of one batch position's accepted prefix the pending ones, and its tracking slot's none."""
@@ -133,6 +135,10 @@ def advance_kernel(
     first = i_n >= 0
     slot, usable = load_slot(slots, i_n, num_slots)
     accept, valid = load_accept(accept_lens, i_n, limit)
+    if starts is not None:
+        _, tokens, range_usable = load_range(starts, i_n, draft_tokens)
+        usable = usable & range_usable
+        valid = valid & (accept <= tokens)  # records past the request's own are older ones
     bank = tl.load(parity + slot, mask=usable, other=0)
     records = tl.load(pending + slot, mask=usable, other=0)
     now = tl.load(epoch + slot, mask=usable, other=0)
@@ -140,6 +146,8 @@ def advance_kernel(
     valid = valid & (bank >= 0) & (bank <= 1) & (records >= 0) & (records <= length)
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
+        if starts is not None:
+            count_length_error(errors, range_usable, first, COUNT)
         count_accept_error(errors, usable & (not valid), first, COUNT)
         return
     tl.debug_barrier()  # all threads have loaded what one of them stores

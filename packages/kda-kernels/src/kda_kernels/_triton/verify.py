@@ -114,7 +114,6 @@ def verify_kernel(
     tl.static_assert(not (RAGGED and FUSED), "the fused lane takes chains of one length")
     PENDING: tl.constexpr = pending is not None
     tl.static_assert(RING or not PENDING, "what is pending are records of a ring")
-    tl.static_assert(not (PENDING and RAGGED), "fold on verify takes chains of one length")
     D: tl.constexpr = 2 * H * K + HV * V
     NUM_V: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)
@@ -123,8 +122,8 @@ def verify_kernel(
     i_n = pid // (NUM_V * HV)
     i_h = i_hv // (HV // H)
     if RAGGED:
+        pdl_wait(PDL)  # before programs part
         if i_n >= batch:  # programs behind those of the batch look after the rows that belong to no request
-            pdl_wait(PDL)
             of_batch = batch * (HV * NUM_V)
             zero_unowned_rows(
                 out, starts, pid - of_batch, tl.num_programs(0) - of_batch, batch, num_tokens, T, HV * V
@@ -149,11 +148,11 @@ def verify_kernel(
     rate_log = tl.load(A_log + i_hv)
     gate_bias = tl.load(dt_bias + i_hv * K + k_range)
 
-    if not INDICES_READY:
+    if not (INDICES_READY or RAGGED):
         pdl_wait(PDL)
     slot, slot_usable = load_slot(slots, i_n, num_slots)
     row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
-    if INDICES_READY:
+    if INDICES_READY and not RAGGED:
         pdl_wait(PDL)
     usable = slot_usable & row_usable
     ring_slot = slot

@@ -81,6 +81,8 @@ class CompileSpec:
         rows: with rows given, instead of 0..B-1.
         chunked: verify in the chunked form.
         indices_ready: slots and rows are declared ready before the PDL wait.
+        ragged: with ``starts``.
+        tree: verify with ``parents``; a commit by ``last_steps``.
     """
 
     op: str
@@ -98,6 +100,8 @@ class CompileSpec:
     rows: bool = False
     chunked: bool = False
     indices_ready: bool = False
+    ragged: bool = False
+    tree: bool = False
 
     @property
     def name(self) -> str:
@@ -109,6 +113,7 @@ class CompileSpec:
         parts += [_config_name(self.config)]
         parts += ["track" if self.track else "", "rows" if self.rows else "", "nopdl" if self.pdl is False else ""]
         parts += ["chunked" if self.chunked else "", "ready" if self.indices_ready else ""]
+        parts += ["ragged" if self.ragged else "", "tree" if self.tree else ""]
         return "-".join(part for part in parts if part)
 
     @property
@@ -178,7 +183,18 @@ def _call_verify(spec: CompileSpec) -> None:
         errors=new_error_counts("cpu"),
         form="chunked" if spec.chunked else "recurrent",
         indices_ready=spec.indices_ready,
+        **_batch(spec),
     )
+
+
+def _batch(spec: CompileSpec) -> dict[str, Any]:
+    """``starts`` and ``parents`` of a batch that is no chains of one length."""
+    found = {}
+    if spec.ragged:
+        found["starts"] = torch.arange(_BATCH + 1, dtype=torch.int32) * spec.draft_tokens
+    if spec.tree:
+        found["parents"] = (torch.arange(spec.draft_tokens, dtype=torch.int32) - 1).repeat(_BATCH, 1)
+    return found
 
 
 def _rows(spec: CompileSpec) -> torch.Tensor | None:
@@ -206,6 +222,7 @@ def _call_fold(spec: CompileSpec) -> None:
         draft_tokens=steps,
         config=_config(spec),
         errors=new_error_counts("cpu"),
+        starts=_batch(spec).get("starts"),
         **_tracking(spec),
     )
 
@@ -217,8 +234,9 @@ def _call_scatter(spec: CompileSpec) -> None:
     )
     common: dict[str, Any] = {
         "slots": torch.arange(_BATCH, dtype=torch.int32),
-        "accept_lens": torch.ones(_BATCH, dtype=torch.int32),
+        "last_steps" if spec.tree else "accept_lens": torch.ones(_BATCH, dtype=torch.int32),
         "draft_tokens": steps,
+        "starts": _batch(spec).get("starts"),
         "rows": _rows(spec),
         "errors": new_error_counts("cpu"),
         "pdl": spec.pdl,
@@ -302,6 +320,13 @@ _SM90 = [
     CompileSpec("fold", pdl=False),
     CompileSpec("scatter_conv", track=True),
     CompileSpec("scatter_conv", pdl=False),
+    *(CompileSpec("verify_unfused", record, ragged=True) for record in ("ring", "snapshots")),
+    CompileSpec("verify_unfused", "snapshots", tree=True),
+    CompileSpec("verify_unfused", "snapshots", ragged=True, tree=True),
+    CompileSpec("verify_unfused", "ring", ragged=True, chunked=True),
+    CompileSpec("fold", ragged=True, config=FOLD_SHORT),
+    CompileSpec("scatter_conv", tree=True),
+    CompileSpec("scatter_snapshots", ragged=True, tree=True),
     CompileSpec("scatter_snapshots", track=True, rows=True),
 ]
 
