@@ -14,6 +14,8 @@ SAME = [
     ("verify_fused", "verify_reference"),
     ("fold", "fold_reference"),
     ("scatter_conv", "scatter_conv_reference"),
+    ("flush", "flush_reference"),
+    ("advance", "advance_reference"),
     ("scatter_snapshots", "scatter_snapshots_reference"),
 ]
 
@@ -31,7 +33,15 @@ def test_same_parameters_in_the_same_order(one: str, two: str) -> None:
     assert signatures[0].return_annotation == signatures[1].return_annotation
 
 
-@pytest.mark.parametrize(("op", "predicate"), [("verify_fused", "verify_reason"), ("fold", "fold_reason")])
+@pytest.mark.parametrize(
+    ("op", "predicate"),
+    [
+        ("verify_fused", "verify_reason"),
+        ("fold", "fold_reason"),
+        ("flush", "flush_reason"),
+        ("advance", "advance_reason"),
+    ],
+)
 def test_predicates_take_what_their_op_takes(op: str, predicate: str) -> None:
     """One set of arguments goes to both; the predicate may have switches of its own."""
     wanted, given = parameters(op), parameters(predicate)

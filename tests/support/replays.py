@@ -24,6 +24,7 @@ from kda_kernels import (
     commit,
     host_checks,
     new_error_counts,
+    pending,
     verify,
 )
 
@@ -122,7 +123,10 @@ def recorded_launches() -> Iterator[list[Recorded]]:
         stack.enter_context(host_checks(False))
         stack.enter_context(mock.patch.object(_replay, "DEVICE_TYPES", ("cpu",)))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _Driver()))
-        for module, names in ((verify, ("verify_kernel", "conv_kernel")), (commit, ("fold_kernel", "scatter_kernel"))):
+        for module, names in (
+            (verify, ("verify_kernel", "conv_kernel")), (commit, ("fold_kernel", "scatter_kernel")),
+            (pending, ("flush_kernel", "advance_kernel")),
+        ):  # fmt: skip
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, RecordingKernel(getattr(module, name), log)))
         yield log

@@ -51,7 +51,8 @@ def replay_records(S, p_k, p_v, p_g, p_beta, records, K: tl.constexpr, V: tl.con
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "batch", "ring_beta_layer_pitch"],
+    # ring_beta_layer_pitch, folded_layer_pitch: a multiple of 16 or not by the number of slots
+    do_not_specialize=["num_slots", "batch", "ring_beta_layer_pitch", "folded_layer_pitch"],
     do_not_specialize_on_alignment=["slots", "track_slots", "track_steps", "errors", "parity", "pending", "epoch"],
 )
 def flush_kernel(
