@@ -186,3 +186,7 @@ def test_mixed_caches_and_wrong_slots_are_refused() -> None:
         fla_from_slot(conv, ssm, shape=SHAPE)
     with pytest.raises(ValueError, match=r"conv_state must have shape \[N, 3, 384\]"):
         fla_from_slot(conv.transpose(1, 2), ssm, shape=SHAPE)
+    with pytest.raises(ValueError, match="ssm_state must be on cpu as conv_state, got meta"):
+        fla_from_slot(conv[:1], ssm.to("meta"), shape=SHAPE)
+    with pytest.raises(TypeError, match="weights must be the three conv weights of q, k and v, got NoneType"):
+        conv_weight_from_fla(None, shape=SHAPE)  # type: ignore[arg-type]

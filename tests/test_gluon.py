@@ -112,15 +112,19 @@ def test_refused_with_a_reason_where_it_cannot_run(device: str) -> None:
     [
         ({"rows_per_thread": 3}, "rows_per_thread must be None or one of"),
         ({"block_v": 32, "num_warps": 4, "rows_per_thread": 4}, "multiple of 4 \\* num_warps \\* rows_per_thread = 64"),
+        ({"max_registers": 64.5}, "max_registers must be an int, got float"),
+        ({"max_registers": "64"}, "max_registers must be an int, got str"),
+        ({"rows_per_thread": True}, "rows_per_thread must be an int, got bool"),
+        ({"rows_per_thread": 2.0, "block_v": 32}, "rows_per_thread must be an int, got float"),
         ({"max_registers": 16}, "max_registers must be None or within 32..255"),
         ({"max_registers": 300}, "max_registers must be None or within 32..255"),
         ({"state_first": True}, "state_first needs rows_per_thread"),
         ({"prefetch": True}, "prefetch needs rows_per_thread"),
     ],
 )
-def test_configurations_that_cannot_be_named(fields: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LaunchConfig(**fields)  # type: ignore[arg-type]
+def test_configurations_that_cannot_be_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        LaunchConfig(**fields)
 
 
 def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

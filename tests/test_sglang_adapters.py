@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kda_backend.sglang import commit, layers
+from kda_backend.sglang import commit, layers, verify
 from kda_backend.sglang.commit import commit_kda_replayssm_after_verify
 from kda_backend.sglang.verify import fused_kda_conv_gating_verify
 from kda_kernels import LayerParams, LayerState, Snapshots, fold, scatter_conv, verify_fused
@@ -132,6 +132,28 @@ def test_commit_skips_what_the_engine_counts_as_no_slot(device: str) -> None:
     del entry, pool
     gc.collect()
     assert ring() is None
+
+
+@pytest.mark.parametrize("missing", [None, "temporal", "conv", "replayssm_g"])
+def test_sglangs_own_functions_take_what_ours_do_not_know(
+    missing: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a field that another version of SGLang has no more, or None where a tensor was: no check names those."""
+    taken: list[dict[str, Any]] = []
+    for module in (commit, verify):
+        monkeypatch.setattr(module, "original", lambda *name: lambda **given: taken.append(given))
+    one, pool = index([1], device), Pool(device)
+    before = Pool(device).tensors()
+    if missing is None:
+        keywords = call(pool, Layer(device), inputs(device, 1, 2), one, index([0], device), 2)
+        assert fused_kda_conv_gating_verify(**keywords | {"A_log": None}) is None
+    else:
+        unlike = types.SimpleNamespace(**{name: value for name, value in vars(pool).items() if name != missing})
+        commit_kda_replayssm_after_verify(
+            spec_state=unlike, state_batch_indices=one, accept_lens=one, last_correct_step_indices=one - 1
+        )
+    assert len(taken) == 1
+    assert_same_bits(pool.tensors(), before)
 
 
 def test_what_commit_cannot_take_is_named(device: str) -> None:

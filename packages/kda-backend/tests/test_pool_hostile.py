@@ -129,6 +129,30 @@ def test_load_slot_takes_an_int(slot: Any) -> None:
     assert _same(pool, before)
 
 
+def test_a_state_that_is_not_dense_changes_nothing() -> None:
+    pool = _pool()
+    before = _states(pool)
+    with pytest.raises(ValueError, match="ssm_state must be dense"):
+        pool.load_slot(0, torch.ones(1, 3, SHAPE.conv_dim).bfloat16(), torch.ones(1, 1, 64, 64).to_sparse())
+    assert _same(pool, before)
+
+
+@pytest.mark.parametrize("lane", ["unfused+ring", "fused+ring", "reference"])
+@pytest.mark.parametrize("given", [None, [1.0], torch.tensor(1.0)], ids=["None", "list", "0-d"])
+def test_what_is_no_batch_of_tokens_is_named(given: Any, lane: str) -> None:
+    pool = _pool()
+    pool.begin(torch.tensor([0, 2]), T)
+    with pytest.raises((TypeError, ValueError), match="mixed_qkv must"):
+        pool.verify(0, given, *_inputs(2)[1:], _params(), lane=lane)
+
+
+def test_a_form_that_cannot_be_hashed_is_named() -> None:
+    pool = _pool()
+    pool.begin(torch.tensor([0, 2]), T)
+    with pytest.raises(ValueError, match="form must be one of"):
+        pool.verify(0, *_inputs(2), _params(), form=["chunked"])  # type: ignore[arg-type]
+
+
 def test_states_never_carry_gradients() -> None:
     pool = _pool()
     pool.load_slot(

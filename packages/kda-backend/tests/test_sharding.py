@@ -76,6 +76,10 @@ def test_what_cannot_be_split_is_refused() -> None:
         shard.v_heads(torch.zeros(7), 0)
     with pytest.raises(TypeError, match="params must be LayerParams"):
         shard.params(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parts must hold the packed channels of every rank, got none"):
+        join_packed([], shape)
+    with pytest.raises(ValueError, match=r"parts\[1\] must have D=1024 packed channels along dim -1, got \[1, 1023\]"):
+        join_packed([torch.zeros(1, 1024), torch.zeros(1, 1023)], shape)
 
 
 def round_of(

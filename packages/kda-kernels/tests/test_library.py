@@ -182,6 +182,9 @@ def test_groups_live_as_long_as_their_tensors() -> None:
     assert moved is not group
     assert moved.ssm_state.data_ptr() == tensors[1].data_ptr()
     assert len(library._groups) == before + 1, "the one with a tensor that died is gone"
+    tensors[1].data = tensors[1].data.view(torch.int32)  # and as another type where it was
+    moved = library._grouped(LayerState, tensors)
+    assert moved.ssm_state.dtype == torch.int32
     alive = weakref.ref(moved)
     del moved, group, tensors
     assert alive() is None
@@ -210,6 +213,16 @@ def test_refusals_are_those_of_the_functions(device: str) -> None:
     op, given = layer.commits()["fold"]
     with pytest.raises(ValueError, match="draft_tokens"):
         op(*given[:-1], 0)
+    for place, name, count in ((0, "ssm_state", 5), (1, "raw_v", 5), (2, "raw_k", 5)):
+        with pytest.raises(ValueError, match=f"{name} must have {count} dimensions"):
+            op(*given[:place], given[place][0, 0], *given[place + 1 :])
+    for place, wrong, message in (
+        (0, arguments[0][0], "mixed_qkv must have 2 dimensions"),
+        (8, layer.state.ssm_state[0], "ssm_state must have 4 dimensions"),
+        (8, layer.state.ssm_state[..., :0], "ssm_state must have 4 dimensions, the last not empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            VERIFY(*arguments[:place], wrong, *arguments[place + 1 :], **options)
 
 
 def test_registration_is_by_import_of_the_module_only() -> None:

@@ -103,6 +103,8 @@ def test_ranks_are_read_from_what_torchrun_sets() -> None:
     assert not Ranks(1, 2, 1).reports
     assert started_ranks({name: value for name, value in STARTED.items() if name != "MASTER_ADDR"}) is None
     assert started_ranks(STARTED | {"WORLD_SIZE": "1", "RANK": "0"}) is None
+    with pytest.raises(ValueError, match="RANK must be below WORLD_SIZE=2, got 2"):
+        started_ranks(STARTED | {"RANK": "2"})
     with connected(None, "cpu"):
         assert not torch.distributed.is_initialized()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kda_kernels import KdaShape, _launch
@@ -55,14 +56,29 @@ def test_without_a_gpu_it_says_why_not(interpreted: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--calls", "0"], "greater than or equal to 1"),
+    (["--calls", "1000001"], "less than or equal to 1000000"),
+    (["--batch-size", "4097"], "less than or equal to 4096"),
+    (["--draft-tokens", "65"], "less than or equal to 64"),
+    (["--heads", "1025"], "less than or equal to 1024"),
     (["--heads", "3", "--hv-heads", "4"], "--hv-heads must be a multiple of --heads"),
     (["--json", "/no/such/folder/x.json"], "folder /no/such/folder is missing"),
 ])  # fmt: skip
 def test_wrong_arguments_exit_with_2(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # arguments are looked at first
     result = runner.invoke(app, ["host-time", *arguments])
     assert result.exit_code == 2
     assert message in words(result.output)
+
+
+def test_what_the_gpu_cannot_hold_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*given: object, **sizes: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(module, "measure", measured)
+    result = runner.invoke(app, ["host-time", "--batch-size", "4096"])
+    assert result.exit_code == 2
+    assert "--batch-size 4096, --draft-tokens 4 and --heads 8 do not fit this GPU" in words(result.output)
 
 
 @pytest.mark.gpu

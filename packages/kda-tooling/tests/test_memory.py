@@ -117,6 +117,10 @@ def test_a_budget_too_small_for_one_request() -> None:
         (["--budget", "1GiB", "--spare-slots", "-1"], "'--spare-slots': Input should be greater than or equal to 0"),
         (["--budget", "1GiB", "--dtype", "bf16"], "'bf16' is not an activation type; allowed are bfloat16, float16"),
         (["--budget", "1GiB", "--head", "8"], "No such option"),
+        *(
+            (["--budget", "1GiB", option, "1" + 320 * "0"], f"'{option}': Input should be less than or equal to")
+            for option in ("--heads", "--hv-heads", "--layers", "--draft-tokens", "--ring-length")
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value[-2:]),
 )
@@ -124,6 +128,11 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], message: str) -> None
     result = runner.invoke(app, ["memory", *arguments])
     assert result.exit_code == 2
     assert message in words(result.output)
+
+
+def test_the_largest_sizes_can_be_shown() -> None:
+    sizes = [part for name in ("--heads", "--layers", "--draft-tokens") for part in (name, str(1 << 20))]
+    assert runner.invoke(app, ["memory", "--budget", "1GiB", *sizes]).exit_code == 0
 
 
 def test_help_has_an_example() -> None:

@@ -90,7 +90,7 @@ def fla_from_slot(
 
     Raises:
         TypeError: an argument is of the wrong class.
-        ValueError: a tensor's shape or dtype is not that of the layer.
+        ValueError: a tensor's shape or dtype is not that of the layer, or they are on two devices.
     """
     _check_shape(shape)
     _check_v_first(v_first)
@@ -100,6 +100,8 @@ def fla_from_slot(
     found = _check_tensor("ssm_state", ssm_state, heads, (torch.float32,))
     if found != count:
         raise ValueError(f"ssm_state must have as many slots as conv_state, {count}, got {found}")
+    if ssm_state.device != conv_state.device:
+        raise ValueError(f"ssm_state must be on {conv_state.device} as conv_state, got {ssm_state.device}")
     packed = conv_state.new_zeros(count, shape.conv_dim, CONV_WIDTH)
     packed[:, :, 1:] = conv_state.transpose(1, 2)
     q, k, v = (part.contiguous() for part in packed.split(_channels(shape), dim=1))
@@ -115,6 +117,8 @@ def conv_weight_from_fla(weights: Sequence[torch.Tensor], *, shape: KdaShape) ->
         ValueError: there are not three weights, or one's shape is not that of the layer.
     """
     _check_shape(shape)
+    if not isinstance(weights, tuple | list):
+        raise TypeError(f"weights must be the three conv weights of q, k and v, got {type(weights).__name__}")
     if len(weights) != 3:
         raise ValueError(f"weights must be the three conv weights of q, k and v, got {len(weights)}")
     for i, (weight, channels) in enumerate(zip(weights, _channels(shape), strict=True)):

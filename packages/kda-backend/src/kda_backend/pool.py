@@ -170,7 +170,7 @@ class StatePool(SlotStorage):
             ValueError: the form is unknown.
         """
         current = self._current_round()
-        if form not in current.choices:
+        if not isinstance(form, str) or form not in current.choices:
             current.choices[form] = choose_lane(
                 self.shape, mode=self.mode, batch=current.slots.shape[0], draft_tokens=current.draft_tokens,
                 target=Target.of(self.device), form=form, ragged=current.starts is not None,
@@ -228,7 +228,7 @@ class StatePool(SlotStorage):
 
     def _workspace_for(self, mixed_qkv: torch.Tensor) -> torch.Tensor:
         """The conv output of that many token rows; a ragged batch that has more than the pool's is refused."""
-        rows = mixed_qkv.shape[0]
+        rows = mixed_qkv.shape[0] if isinstance(mixed_qkv, torch.Tensor) and mixed_qkv.ndim else 0
         if rows > self._workspace.shape[0]:
             raise ValueError(
                 f"mixed_qkv must have at most max_batch * draft_tokens = {self._workspace.shape[0]} rows, got {rows}"

@@ -160,8 +160,20 @@ def shard_reason(shape: KdaShape, world: int) -> str | None:
 
 
 def join_packed(parts: Sequence[torch.Tensor], shape: KdaShape, dim: int = -1) -> torch.Tensor:
-    """The whole layer's packed channels from every rank's, in order of rank; the inverse of `HeadShard.packed`."""
+    """The whole layer's packed channels from every rank's, in order of rank; the inverse of `HeadShard.packed`.
+
+    Raises:
+        ValueError: the heads cannot be split over so many ranks, or a part has other channels than its rank's.
+    """
+    if not parts:
+        raise ValueError("parts must hold the packed channels of every rank, got none")
     shards = [HeadShard(shape, rank, len(parts)) for rank in range(len(parts))]
+    for rank, (part, shard) in enumerate(zip(parts, shards, strict=True)):
+        if part.shape[dim] != shard.local.conv_dim:
+            raise ValueError(
+                f"parts[{rank}] must have D={shard.local.conv_dim} packed channels along dim {dim}, "
+                f"got {list(part.shape)}"
+            )
     split = [part.split(_channels(shard.local), dim) for shard, part in zip(shards, parts, strict=True)]
     # Of the ranks that replicate a query/key head the first one's copy is taken.
     owners = [rank for rank in range(len(parts)) if rank == 0 or shards[rank].first_head > shards[rank - 1].first_head]

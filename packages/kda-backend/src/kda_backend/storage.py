@@ -218,6 +218,8 @@ class SlotStorage:
                 raise ValueError(f"{name} must have shape {wanted}, got {list(given.shape)}")
             if given.dtype != own.dtype:
                 raise ValueError(f"{name} must be {own.dtype}, got {given.dtype}")
+            if given.layout != torch.strided:
+                raise ValueError(f"{name} must be dense, got layout {given.layout}: pass its to_dense()")
         moved = [given.detach().to(self.device) for _, given, _ in pairs]
         for (_, _, own), given in zip(pairs, moved, strict=True):
             own[:, slot] = given

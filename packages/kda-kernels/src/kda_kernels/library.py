@@ -80,7 +80,10 @@ def _grouped(build: Callable[..., Any], tensors: Sequence[Tensor | None], *numbe
 def _same_memory(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    return (
+        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )  # fmt: skip
 
 
 def _record(ring: Sequence[Tensor | None], snapshots: Tensor | None) -> Ring | Snapshots:
@@ -93,6 +96,13 @@ def _record(ring: Sequence[Tensor | None], snapshots: Tensor | None) -> Ring | S
         "give either raw_v, raw_k, g and beta (ring mode) or snapshots (snapshot mode), got "
         f"{len(given)} ring tensors and {'no ' if snapshots is None else ''}snapshots"
     )
+
+
+def _check_dimensions(count: int, **tensors: Tensor) -> None:
+    """Refuse tensors that have too few dimensions, or too many, to read a head layout from."""
+    for name, tensor in tensors.items():
+        if tensor.ndim != count or not tensor.shape[-1]:
+            raise ValueError(f"{name} must have {count} dimensions, the last not empty, got shape {list(tensor.shape)}")
 
 
 @torch.library.custom_op(
@@ -144,6 +154,8 @@ def verify(
     Raises:
         ValueError: an argument is refused, or ring and snapshots are both given, or neither whole.
     """
+    _check_dimensions(2, mixed_qkv=mixed_qkv)
+    _check_dimensions(4, ssm_state=ssm_state)
     heads, head_v_dim, head_k_dim = ssm_state.shape[1:]
     op = verify_fused if fused else verify_unfused
     return op(
@@ -184,6 +196,7 @@ def fold(
     starts: Tensor | None = None,
 ) -> None:
     """`kda_kernels.fold`, its ring one by one. Every tensor of state and ring has a leading [layers]."""
+    _check_dimensions(5, ssm_state=ssm_state, raw_v=raw_v, raw_k=raw_k)
     shape = KdaShape(raw_k.shape[2], raw_v.shape[2], ssm_state.shape[-1], ssm_state.shape[-2])
     _fold(
         ssm_state, _grouped(Ring, (raw_v, raw_k, g, beta)), shape=shape, slots=slots, accept_lens=accept_lens,

@@ -134,6 +134,7 @@ class LaunchConfig:
         if self.num_warps not in SUPPORTED_NUM_WARPS:
             raise ValueError(f"num_warps must be one of {SUPPORTED_NUM_WARPS}, got {self.num_warps}")
         if self.rows_per_thread is not None:
+            _check_int("rows_per_thread", self.rows_per_thread, 1)
             if self.rows_per_thread not in SUPPORTED_ROWS_PER_THREAD:
                 raise ValueError(
                     f"rows_per_thread must be None or one of {SUPPORTED_ROWS_PER_THREAD}, got {self.rows_per_thread}"
@@ -143,8 +144,10 @@ class LaunchConfig:
                 raise ValueError(
                     f"block_v must be a multiple of 4 * num_warps * rows_per_thread = {tile}, got {self.block_v}"
                 )
-        if self.max_registers is not None and not 32 <= self.max_registers <= 255:
-            raise ValueError(f"max_registers must be None or within 32..255, got {self.max_registers}")
+        if self.max_registers is not None:
+            _check_int("max_registers", self.max_registers, 1)
+            if not 32 <= self.max_registers <= 255:
+                raise ValueError(f"max_registers must be None or within 32..255, got {self.max_registers}")
         for name in ("state_first", "prefetch"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -38,6 +38,8 @@ def started_ranks(environment: Mapping[str, str] = os.environ) -> Ranks | None:
             raise ValueError(f"{name} must be a whole number, got {environment[name]!r}")
         numbers.append(int(environment[name]))
     ranks = Ranks(*numbers)
+    if ranks.rank >= max(ranks.world, 1):
+        raise ValueError(f"RANK must be below WORLD_SIZE={ranks.world}, got {ranks.rank}")
     return ranks if ranks.world > 1 else None
 
 

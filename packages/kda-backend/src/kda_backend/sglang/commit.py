@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kda_backend.sglang.layers import OwnedCache
-from kda_backend.sglang.originals import original
+from kda_backend.sglang.originals import UNUSABLE, describe, original
 from kda_backend.sglang.reports import reports
 from kda_kernels import KdaShape, Ring
 from kda_kernels.commit import prepare_fold, prepare_scatter
@@ -52,11 +52,11 @@ def commit_kda_replayssm_after_verify(
     reports.hook_runs()
     try:
         launches = _prepare(**arguments)
-    except (TypeError, ValueError) as refusal:  # nothing has been launched
+    except UNUSABLE as refusal:  # nothing has been launched
         theirs = original(MODULE, NAME)
         if theirs is None:
             raise
-        reports.not_taken(f"commit: {refusal}")
+        reports.not_taken(f"commit: {describe(refusal)}")
         theirs(**arguments)
         return
     for launch in launches:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kda_backend.sglang.layers import layer_groups
-from kda_backend.sglang.originals import original
+from kda_backend.sglang.originals import UNUSABLE, describe, original
 from kda_backend.sglang.reports import reports
 from kda_backend.sglang.rule import choose
 from kda_kernels import verify_fused
@@ -80,11 +80,11 @@ def fused_kda_conv_gating_verify(
     reports.hook_runs()
     try:
         return _verify(**arguments).unsqueeze(0)
-    except (TypeError, ValueError) as refusal:  # raised by checks, before anything is launched
+    except UNUSABLE as refusal:  # raised by checks; and what a verify writes can be written again
         theirs = original(MODULE, NAME)
         if theirs is None:
             raise
-        reports.not_taken(f"fused verify: {refusal}")
+        reports.not_taken(f"fused verify: {describe(refusal)}")
         out: torch.Tensor = theirs(**arguments)
         return out
 

@@ -14,6 +14,10 @@ from rich.table import Table
 from kda_tooling.commands.options import check_output_file, interpreter_chosen, rename_shape_fields
 from kda_tooling.terminal import plain
 
+MAX_CALLS = 10**6
+MAX_BATCH, MAX_DRAFT_TOKENS, MAX_HEADS = 4096, 64, 1024
+"""As those of `kda sweep`."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
@@ -30,11 +34,11 @@ def _require_gpu() -> None:
 
 
 def host_time(
-    calls: Annotated[int, typer.Option(min=1, help="Calls of each op, each way.")] = 2000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests per batch, B.")] = 1,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens verified per request, T.")] = 4,
-    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
-    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
+    calls: Annotated[int, typer.Option(min=1, max=MAX_CALLS, help="Calls of each op, each way.")] = 2000,
+    batch_size: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Requests per batch, B.")] = 1,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=MAX_DRAFT_TOKENS, help="Tokens verified per request, T.")] = 4,
+    heads: Annotated[int, typer.Option(max=MAX_HEADS, help="Query/key heads, H.")] = 8,
+    hv_heads: Annotated[int | None, typer.Option(max=MAX_HEADS, help="Value heads, HV; default: as --heads.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures here ('-': standard output).")
     ] = None,
@@ -44,7 +48,6 @@ def host_time(
     From the call to its return, allocation of the output and the driver's launch included; the device is not waited
     for. Keep the batch small, or the launch queue fills and the host waits.
     """
-    _require_gpu()
     from kda_kernels import KdaShape
 
     try:
@@ -53,10 +56,18 @@ def host_time(
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     if json_file is not None and str(json_file) != "-":
         check_output_file("--json", json_file)
+    _require_gpu()
+    import torch
+
     from kda_tooling.bench.host_time import measure, processor
     from kda_tooling.bench.machine import describe_machine
 
-    times = measure(shape, batch=batch_size, draft_tokens=draft_tokens, calls=calls)
+    try:
+        times = measure(shape, batch=batch_size, draft_tokens=draft_tokens, calls=calls)
+    except torch.OutOfMemoryError as error:
+        raise typer.BadParameter(
+            f"--batch-size {batch_size}, --draft-tokens {draft_tokens} and --heads {heads} do not fit this GPU: {error}"
+        ) from None
     console = Console(stderr=str(json_file) == "-")
     table = Table(title=f"us of the host per call, B = {batch_size}, T = {draft_tokens}", title_justify="left")
     for name in ("call", "first", "again"):

@@ -28,6 +28,9 @@ DEFAULTS = {"heads": 32, "layers": 20, "head_dim": 128, "draft_tokens": 4}
 """The default shape, that of `KIMI_LINEAR`, and the default number of draft tokens."""
 
 LARGEST = 1 << 63
+MOST = 1 << 20
+"""Of any size of the model. Larger numbers are slips, and their bytes too many to be written in TiB."""
+
 HELP = f"""Say how many requests a memory budget holds, with rings and with snapshots.
 
 Bytes are those of kda_backend.StatePool: the state of KDA layers and what undoing drafts takes; no weights, and no
@@ -71,16 +74,16 @@ def readable(amount: int) -> str:
 
 def memory(
     budget: Annotated[str, typer.Option(help="Memory for the pool: 80GiB, 1.5GB, 512MiB, or bytes.")],
-    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = DEFAULTS["heads"],
-    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
+    heads: Annotated[int, typer.Option(max=MOST, help="Query/key heads, H.")] = DEFAULTS["heads"],
+    hv_heads: Annotated[int | None, typer.Option(max=MOST, help="Value heads, HV; default: as --heads.")] = None,
     head_k_dim: Annotated[int, typer.Option(help="Key channels of a head, K.")] = DEFAULTS["head_dim"],
     head_v_dim: Annotated[int, typer.Option(help="Value channels of a head, V.")] = DEFAULTS["head_dim"],
-    layers: Annotated[int, typer.Option(min=1, help="KDA layers.")] = DEFAULTS["layers"],
+    layers: Annotated[int, typer.Option(min=1, max=MOST, help="KDA layers.")] = DEFAULTS["layers"],
     draft_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens verified per request and round, the root included.")
+        int, typer.Option(min=1, max=MOST, help="Tokens verified per request and round, the root included.")
     ] = DEFAULTS["draft_tokens"],
     ring_length: Annotated[
-        int | None, typer.Option(min=1, help="Records per slot of the ring; default: the draft tokens.")
+        int | None, typer.Option(min=1, max=MOST, help="Records per slot of the ring; default: the draft tokens.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Activation type: bfloat16 or float16.")] = DTYPES[0],
     spare_slots: Annotated[
