@@ -45,10 +45,12 @@ class Pools:
     def each(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         return [getattr(pool, method)(*arguments, **options) for pool in (self.plain, self.ours)]
 
-    def verify(self, slots: list[int], tokens: int = T) -> None:
-        self.each("begin", self.index(slots), tokens)
+    def verify(self, slots: list[int], tokens: int = T, starts: list[int] | None = None) -> None:
+        ragged = {} if starts is None else {"starts": self.index(starts)}
+        self.each("begin", self.index(slots), tokens, **ragged)
+        rows = len(slots) * tokens if starts is None else starts[-1]
         for layer in range(LAYERS):
-            inputs = [self.normal(len(slots) * tokens, width) for width in (SHAPE.conv_dim, 2 * 64, 2)]
+            inputs = [self.normal(rows, width) for width in (SHAPE.conv_dim, 2 * 64, 2)]
             plain, ours = self.each("verify", layer, *inputs, self.params[layer], lane=self.lane)
             assert torch.equal(plain, ours)
 
@@ -81,6 +83,22 @@ def test_rounds_and_plain_decoding(lane: str, device: str) -> None:
     pools.round([0, 2], [1, 0], tokens=1)
     pools.round([2, 1], [2, 3])
     pools.assert_same()
+
+
+@pytest.mark.parametrize("lane", ["unfused+ring", "reference"])
+def test_ragged_rounds(pools: Pools, lane: str) -> None:
+    """A request without tokens keeps what is pending in it."""
+    if lane == "reference":
+        pools = Pools(pools.device, lane)
+        pools.round([2, 0], [3, 1])
+    for starts, accept in (([0, 2, 5], [1, 3]), ([0, 0, 1], [0, 1]), ([0, 3, 5], [3, 0])):
+        pools.verify([2, 0], starts=starts)
+        pools.each("commit", pools.index(accept))
+    pools.ours.flush()
+    if lane == "reference":
+        torch.testing.assert_close(pools.ours.ssm_state, pools.plain.ssm_state, rtol=1e-4, atol=1e-4)
+    else:
+        pools.assert_same()
 
 
 def test_a_verify_that_was_abandoned_leaves_what_is_committed(pools: Pools) -> None:

@@ -80,7 +80,8 @@ def fla_from_slot(
 
     Args:
         conv_state: [N, 3, D] bf16 or fp16, ``pool.conv_state[layer, slots]``.
-        ssm_state: [N, HV, V, K] fp32, ``pool.ssm_state[layer, slots]``.
+        ssm_state: [N, HV, V, K] fp32, ``pool.ssm_state[layer, slots]``; of a pool that folds on verify, after
+            ``pool.flush(slots)``.
         shape: head layout of the layer.
         v_first: layout of the recurrent state to make; see `slot_from_fla`.
 
