@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 
-from kda_kernels import KdaShape, LaunchConfig, _launch, _replay, verify_fused, verify_unfused
+from kda_kernels import ErrorKind, KdaShape, LaunchConfig, _launch, _replay, verify_fused, verify_unfused
 from tests.support.marks import interpreter_only
 from tests.support.replays import SHAPE, Layer, Recorded, recorded_launches, taken
 
@@ -110,6 +110,7 @@ def test_a_misaligned_allocation_is_no_equal_of_an_aligned_one(
     def misaligned(like: torch.Tensor, *size: int) -> torch.Tensor:
         return torch.empty(6 * 2 * 64 + 1, dtype=like.dtype)[1:].view(*size)
 
+    monkeypatch.setattr(_replay, "allocation", lambda like: lambda: like.new_empty(*like.shape))
     layer = Layer()
     replayed = []
     for odd in (True, True, False, False, True):
@@ -140,6 +141,78 @@ def test_views_of_one_projection_are_accepted_again(log: list[Recorded]) -> None
         mixed_qkv, a, b, _ = merged.split([SHAPE.conv_dim, 128, 2, 6], 1)
         verify_fused(**layer.call(mixed_qkv=mixed_qkv, a=a, b=b))
     assert [one.replayed for one in taken(log)] == [False, True]
+
+
+def test_which_tensor_is_misaligned_makes_a_difference(log: list[Recorded]) -> None:
+    layer = Layer()
+    variants = []
+    for _ in range(2):
+        for odd in ("a", "b"):
+            call = layer.call()
+            like = call[odd]
+            call[odd] = torch.empty(like.numel() + 1, dtype=like.dtype)[1:].view(like.shape)
+            verify_fused(**call)
+            variants.append(taken(log)[-1].variant)
+    assert variants[:2] == variants[2:]
+    assert variants[0] != variants[1]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_optional_tensor_is_not_taken_for_another_one_like_it(
+    log: list[Recorded], op: Callable[..., torch.Tensor]
+) -> None:
+    layer = Layer()
+    for _ in range(2):
+        for name, other in (("rows", "errors"), ("errors", "rows")):
+            call = layer.call(len(ErrorKind), **{name: torch.arange(len(ErrorKind), dtype=torch.int32)})
+            op(**call)
+            given: dict[str, Any] = {}
+            for one in taken(log):
+                given |= one.arguments
+            assert (given[name], given[other]) == (call[name].data_ptr(), None)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_tensor_may_be_both_slots_and_rows(log: list[Recorded], op: Callable[..., torch.Tensor]) -> None:
+    layer = Layer()
+    for turn in range(3):
+        for same in (False, True):
+            call = layer.call()
+            call["rows"] = call["slots"] if same else call["slots"].clone()
+            op(**call)
+            launches = taken(log)
+            assert all(one.replayed == (turn > 0) for one in launches) or not same
+            for name in ("slots", "rows"):
+                assert launches[0].arguments[name] == call[name].data_ptr()
+
+
+def test_tensors_at_other_addresses_are_replayed_there(log: list[Recorded]) -> None:
+    """And so are the earlier ones, again."""
+    layer = Layer()
+    calls = [layer.full() for _ in range(3)]
+    verify_fused(**calls[0])
+    taken(log)
+    for call in (*calls, *calls):
+        verify_fused(**call)
+        (one,) = taken(log)
+        assert one.replayed
+        for name, parameter in (("mixed_qkv", "x"), ("a", "a"), ("b", "b"), ("out", "out"), ("errors", "errors")):
+            assert one.arguments[parameter] == call[name].data_ptr()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_outputs_are_like_those_of_a_first_call(log: list[Recorded], op: Callable[..., torch.Tensor]) -> None:
+    layer = Layer()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            first, *later = [op(**layer.call()) for _ in range(3)]
+        for out in later:
+            assert (out.shape, out.stride(), out.dtype, out.device) == (
+                first.shape, first.stride(), first.dtype, first.device,
+            )  # fmt: skip
+            assert (out.is_inference(), out.requires_grad) == (first.is_inference(), False)
+        assert len({out.data_ptr() for out in (first, *later)}) == 3
+        assert taken(log)[-1].replayed
 
 
 def test_two_pools_and_two_batch_sizes_take_turns(log: list[Recorded]) -> None:

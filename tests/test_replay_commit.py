@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kda_backend import StatePool
-from kda_kernels import KdaShape, LaunchConfig, LayerState, Ring, Snapshots, _replay, fold, new_error_counts
+from kda_kernels import ErrorKind, KdaShape, LaunchConfig, LayerState, Ring, Snapshots, _replay, fold, new_error_counts
 from kda_kernels import scatter_conv as conv
 from kda_kernels import scatter_snapshots as shots
 from tests.support.marks import interpreter_only
@@ -69,6 +69,17 @@ def test_an_equal_commit_makes_the_launch_that_it_would_have_made(
     _replay.forget()
     op(**second)
     assert [one.what for one in taken(log)] == [replayed.what]
+
+
+def test_an_optional_tensor_is_not_taken_for_another_one_like_it(log: list[Recorded]) -> None:
+    pool = Pool()
+    for _ in range(2):
+        for name, other in (("rows", "errors"), ("errors", "rows")):
+            call = pool.call(conv, len(ErrorKind)) | {"track_slots": None, "track_steps": None, other: None}
+            call[name] = torch.arange(len(ErrorKind), dtype=torch.int32)
+            conv(**call)
+            (one,) = taken(log)
+            assert (one.arguments[name], one.arguments[other]) == (call[name].data_ptr(), None)
 
 
 SHORT = torch.arange(1, dtype=torch.int32)

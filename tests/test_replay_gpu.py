@@ -13,8 +13,8 @@ import torch
 from kda_kernels import (
     LaunchConfig,
     Snapshots,
+    _commit_call,
     _replay,
-    commit,
     fold,
     new_error_counts,
     scatter_conv,
@@ -44,7 +44,7 @@ def only_replays() -> Iterator[None]:
     forbidden = AssertionError("not replayed")
     with (
         mock.patch.object(verify, "launch", side_effect=forbidden),
-        mock.patch.object(commit, "launch", side_effect=forbidden),
+        mock.patch.object(_commit_call, "launch", side_effect=forbidden),
     ):
         yield
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kda_kernels import KdaShape, LaunchConfig, verify_fused, verify_unfused
+from kda_kernels import KdaShape, LaunchConfig, _torch_fast, verify_fused, verify_unfused
 from tests.support.marks import interpreter_only
 from tests.support.replays import CONFIG, Layer, Recorded, recorded_launches, taken
 
@@ -18,8 +18,10 @@ pytestmark = interpreter_only
 OPS = [verify_fused, verify_unfused]
 
 
-@pytest.fixture
-def log() -> Iterator[list[Recorded]]:
+@pytest.fixture(params=["torch's guards", "no guards"])
+def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
+    if request.param == "no guards":
+        monkeypatch.setattr(_torch_fast, "GUARDS", None)
     with recorded_launches() as launches:
         yield launches
 
@@ -173,3 +175,20 @@ def test_a_group_s_tensor_changed_in_place_is_refused(
         refusals.append(verdict(verify_fused, call))
         assert not log
     assert refusals[0] == refusals[1]
+
+
+@pytest.mark.parametrize("member", HELD)
+def test_a_group_s_tensor_laid_out_anew_in_its_memory_is_refused(member: str) -> None:
+    """By torch's guards alone: neither address nor number of elements change."""
+    with recorded_launches() as log:
+        layer = Layer()
+        call = layer.full(rows=None)
+        verify_fused(**call)
+        verify_fused(**call)
+        group, _, name = member.partition(".")
+        tensor = getattr(getattr(layer, group), name)
+        tensor.resize_(1, *tensor.shape)
+        log.clear()
+        with pytest.raises(ValueError, match=name):
+            verify_fused(**call)
+        assert not log

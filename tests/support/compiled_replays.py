@@ -25,6 +25,7 @@ from kda_kernels import (
     LayerState,
     Ring,
     Snapshots,
+    _commit_call,
     _launch,
     _replay,
     checks,
@@ -168,6 +169,7 @@ def main() -> None:
         mock.patch.object(checks, "device_reason", return_value=None),
         mock.patch.object(commit_checks, "device_reason", return_value=None),
         mock.patch.object(torch.cuda, "current_device", return_value=-1),
+        mock.patch.object(_replay, "current_device", return_value=-1),
         host_checks(False),
     ]
     for patch in patches:
@@ -179,7 +181,7 @@ def main() -> None:
         forbidden = AssertionError("an ordinary launch")
         with (
             mock.patch.object(verify, "launch", side_effect=forbidden),
-            mock.patch.object(commit, "launch", side_effect=forbidden),
+            mock.patch.object(_commit_call, "launch", side_effect=forbidden),
         ):
             second()
         replayed = taken()

@@ -20,8 +20,8 @@ from kda_kernels import (
     LayerState,
     Ring,
     Snapshots,
+    _commit_call,
     _replay,
-    commit,
     host_checks,
     new_error_counts,
     pending,
@@ -30,7 +30,7 @@ from kda_kernels import (
 
 STREAM = 7
 SHAPE = KdaShape(1, 2, 64, 64)
-SLOTS, ROWS, STEPS = 6, 5, 3
+SLOTS, ROWS, STEPS = 7, 6, 3
 CONFIG = LaunchConfig(block_v=32, num_warps=2)
 
 
@@ -107,9 +107,6 @@ def _specialised(value: Any) -> Any:
 
 
 class _Driver:
-    def get_current_device(self) -> int:
-        return -1  # of tensors on the CPU
-
     def get_current_stream(self, device: int) -> int:
         return STREAM
 
@@ -122,11 +119,13 @@ def recorded_launches() -> Iterator[list[Recorded]]:
     with ExitStack() as stack:
         stack.enter_context(host_checks(False))
         stack.enter_context(mock.patch.object(_replay, "DEVICE_TYPES", ("cpu",)))
+        stack.enter_context(mock.patch.object(_replay, "current_device", return_value=-1))  # of tensors on the CPU
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _Driver()))
         for module, names in (
-            (verify, ("verify_kernel", "conv_kernel")), (commit, ("fold_kernel", "scatter_kernel")),
+            (verify, ("verify_kernel", "conv_kernel")),
+            (_commit_call, ("fold_kernel", "scatter_kernel")),
             (pending, ("flush_kernel", "advance_kernel")),
-        ):  # fmt: skip
+        ):
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, RecordingKernel(getattr(module, name), log)))
         yield log

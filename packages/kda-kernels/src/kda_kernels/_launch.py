@@ -60,7 +60,7 @@ def pdl_reason(pdl: bool | None, device: torch.device) -> str | None:
     backend, arch = current_target(device)
     if pdl and not (backend == "cuda" and arch >= 90):
         name = f"sm{arch}" if backend == "cuda" else backend
-        return f"config.pdl=True needs an NVIDIA GPU of sm90 or later, this is {name}: use pdl=None or False"
+        return f"pdl=True needs an NVIDIA GPU of sm90 or later, this is {name}: use pdl=None or False"
     return None
 
 

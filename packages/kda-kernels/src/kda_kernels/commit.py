@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
-import triton
 
-from kda_kernels import _replay, commit_checks
-from kda_kernels._gluon.commit import fold_gluon_kernel
-from kda_kernels._launch import Launched, launch, pitch
-from kda_kernels._triton.commit import fold_kernel, scatter_kernel
+from kda_kernels import commit_checks
+from kda_kernels._commit_call import FoldCall, ScatterCall
+from kda_kernels._replay import Ticket, recall
 from kda_kernels.buffers import Ring, Snapshots
-from kda_kernels.defaults import default_fold_config
+from kda_kernels.checking import refuse
 from kda_kernels.shapes import KdaShape, LaunchConfig
-
-SCATTER_BYTES = 8192
-"""Per program."""
-
-SCATTER_NUM_WARPS = 4
 
 
 def fold(
@@ -86,50 +79,35 @@ def prepare_fold(
     starts: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     """The first half of `fold`, which refuses or accepts its arguments; the result does the second half, the launch."""
-    tensors = _given(
-        ssm_state=ssm_state, slots=slots, accept_lens=accept_lens, track_slots=track_slots, track_steps=track_steps,
-        errors=errors, starts=starts,
+    tensors = [ssm_state, slots, accept_lens]
+    if track_slots is not None:
+        tensors.append(track_slots)
+    if track_steps is not None:
+        tensors.append(track_steps)
+    if errors is not None:
+        tensors.append(errors)
+    if starts is not None:
+        tensors.append(starts)
+    varying = len(tensors)
+    try:
+        tensors += ring.raw_v, ring.raw_k, ring.g, ring.beta
+        key = ("fold", ref(ring), slots.shape, draft_tokens)
+        facts = (
+            shape, config, draft_tokens.__class__,  # True equals 1
+            track_slots is None, track_steps is None, errors is None, starts is None,
+        )  # fmt: skip
+        known, addresses = recall(key, facts, tensors)
+        ticket: Ticket | None = (key, facts, varying, tensors)
+    except Exception:  # launches are watched, or an argument is not what it should be: the checks name it
+        known = ticket = None
+    if known is not None:
+        again: Callable[[], Any] = partial(known.launch, addresses)
+        return again
+    call = FoldCall(
+        ssm_state, ring, shape, slots, accept_lens, draft_tokens, track_slots, track_steps, config, errors, starts
     )  # fmt: skip
-
-    def recognised_by() -> _replay.Ticket:
-        return (
-            ("fold", ref(ring), slots.shape, draft_tokens),
-            (shape, config, draft_tokens.__class__, *tensors),
-            (ring.raw_v, ring.raw_k, ring.g, ring.beta),
-        )
-
-    def reason() -> str | None:
-        return commit_checks.fold_reason(
-            ssm_state, ring, shape=shape, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
-            track_slots=track_slots, track_steps=track_steps, config=config, errors=errors, starts=starts,
-        )  # fmt: skip
-
-    def launched() -> Launched | None:
-        batch, limit = slots.shape[0], min(draft_tokens, ring.length)
-        chosen = config or default_fold_config(limit, ssm_state.device)
-        block_v = min(chosen.block_v, shape.head_v_dim)
-        kernel: Any = fold_kernel
-        layout: dict[str, Any] = {}
-        if chosen.rows_per_thread is not None:
-            kernel, layout = fold_gluon_kernel, {
-                "TOKENS": max(2, triton.next_power_of_2(limit)), "ROWS_PER_THREAD": chosen.rows_per_thread,
-                "WARPS": chosen.num_warps,
-            }  # fmt: skip
-        return launch(
-            kernel,
-            ssm_state.shape[0] * batch * shape.num_v_heads * (shape.head_v_dim // block_v),
-            (
-                *_pitched(ssm_state), *_pitched(ring.raw_v), *_pitched(ring.raw_k),
-                *_pitched(ring.g), *_pitched(ring.beta),
-                slots, accept_lens, track_slots, track_steps, errors,
-                ssm_state.shape[1], batch, limit, starts, None if starts is None else draft_tokens,
-            ),
-            device=ssm_state.device, num_warps=chosen.num_warps, pdl=chosen.pdl, max_registers=chosen.max_registers,
-            L=ring.length, H=shape.num_heads, HV=shape.num_v_heads, K=shape.head_k_dim, V=shape.head_v_dim,
-            BLOCK_V=block_v, HAS_TRACK=track_slots is not None, COUNT=errors is not None, **layout,
-        )  # fmt: skip
-
-    return _replay.prepared(tensors, recognised_by, reason, launched)
+    refuse(commit_checks.fold_reason(**call._asdict()))
+    return partial(call.launch, ticket)
 
 
 def scatter_conv(
@@ -224,49 +202,34 @@ def prepare_scatter(
 ) -> Callable[[], None]:
     """What `prepare_fold` is of `fold`, of either scatter. Arguments as `commit_checks.scatter_reason`."""
     ends = accept_lens if last_steps is None else last_steps
-    tensors = _given(
-        dst=dst, src=src, slots=slots, rows=rows, accept_lens=ends, track_slots=track_slots,
-        track_steps=track_steps, errors=errors, starts=starts,
+    tensors: list[Any] = [dst, src, slots, ends]
+    if rows is not None:
+        tensors.append(rows)
+    if track_slots is not None:
+        tensors.append(track_slots)
+    if track_steps is not None:
+        tensors.append(track_steps)
+    if errors is not None:
+        tensors.append(errors)
+    if starts is not None:
+        tensors.append(starts)
+    try:
+        key = (names, dst.shape, slots.shape, draft_tokens)
+        facts = (
+            pdl, pdl.__class__, draft_tokens.__class__,  # True equals 1
+            accept_lens is None, last_steps is None,
+            rows is None, track_slots is None, track_steps is None, errors is None, starts is None,
+        )  # fmt: skip
+        known, addresses = recall(key, facts, tensors)
+        ticket: Ticket | None = (key, facts, len(tensors), tensors)
+    except Exception:  # launches are watched, or an argument is not what it should be: the checks name it
+        known = ticket = None
+    if known is not None:
+        again: Callable[[], Any] = partial(known.launch, addresses)
+        return again
+    call = ScatterCall(
+        dst, src, names, slots, accept_lens, draft_tokens, rows, track_slots, track_steps, errors, pdl, last_steps,
+        starts,
     )  # fmt: skip
-
-    def recognised_by() -> _replay.Ticket:
-        return (
-            (names, dst.shape, slots.shape, draft_tokens),
-            (pdl, pdl.__class__, draft_tokens.__class__, accept_lens is None, last_steps is None, *tensors),
-            (),
-        )
-
-    def reason() -> str | None:
-        return commit_checks.scatter_reason(
-            dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
-            track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
-            last_steps=last_steps, starts=starts,
-        )  # fmt: skip
-
-    def launched() -> Launched | None:
-        entry, batch = math.prod(dst.shape[2:]), slots.shape[0]
-        block = SCATTER_BYTES // dst.element_size()
-        return launch(
-            scatter_kernel,
-            dst.shape[0] * batch * -(-entry // block),
-            (
-                *_pitched(dst), *_pitched(src),
-                slots, rows, ends, track_slots, track_steps, errors,
-                dst.shape[1], src.shape[1], batch, draft_tokens, starts,
-            ),
-            device=dst.device, num_warps=SCATTER_NUM_WARPS, pdl=pdl,
-            N=entry, BLOCK_N=block, LAST_STEPS=last_steps is not None, HAS_ROWS=rows is not None,
-            HAS_TRACK=track_slots is not None, COUNT=errors is not None,
-        )  # fmt: skip
-
-    return _replay.prepared(tensors, recognised_by, reason, launched)
-
-
-def _given(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Those that are not None, by the names of the kernel's parameters."""
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _pitched(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """A tensor of all layers with its layer and slot (or row) pitch, as kernels take it."""
-    return tensor, pitch(tensor, 0), pitch(tensor, 1)
+    refuse(commit_checks.scatter_reason(**call._asdict()))
+    return partial(call.launch, ticket)

@@ -7,15 +7,19 @@ kernels) calls `flush` before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
 
-from kda_kernels import _replay, flush_checks
+from kda_kernels import flush_checks
 from kda_kernels._launch import Launched, current_target, launch, pitch
+from kda_kernels._replay import Ticket, recall, remember
 from kda_kernels._triton.pending import advance_kernel, flush_kernel
 from kda_kernels.buffers import PendingFold, Ring
+from kda_kernels.checking import refuse
 from kda_kernels.defaults import PORTABLE, WHOLE_HEAD
 from kda_kernels.shapes import KdaShape
 
@@ -69,11 +73,11 @@ def prepare_flush(
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
-) -> Callable[[], None]:
+) -> Callable[[], Any]:
     """Check a flush and return what launches it. Arguments and errors as `flush`."""
     tensors = _given(ssm_state=ssm_state, slots=slots, track_slots=track_slots, track_steps=track_steps, errors=errors)
 
-    def recognised_by() -> _replay.Ticket:
+    def recognised_by() -> _Recognised:
         return (
             ("flush", ref(ring), ref(pending), slots.shape),
             (shape, *tensors),
@@ -103,7 +107,7 @@ def prepare_flush(
             BLOCK_V=block_v, HAS_TRACK=track_slots is not None, COUNT=errors is not None,
         )  # fmt: skip
 
-    return _replay.prepared(tensors, recognised_by, reason, launched)
+    return _prepared(tensors, recognised_by, reason, launched)
 
 
 def advance(
@@ -157,14 +161,14 @@ def prepare_advance(
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-) -> Callable[[], None]:
+) -> Callable[[], Any]:
     """Check an advance and return what launches it. Arguments and errors as `advance`."""
     tensors = _given(
         slots=slots, accept_lens=accept_lens, track_slots=track_slots, track_steps=track_steps, errors=errors,
         starts=starts,
     )  # fmt: skip
 
-    def recognised_by() -> _replay.Ticket:
+    def recognised_by() -> _Recognised:
         return (
             ("advance", ref(pending), slots.shape, draft_tokens),
             (ring_length, draft_tokens.__class__, ring_length.__class__, *tensors),
@@ -191,7 +195,42 @@ def prepare_advance(
             HAS_TRACK=track_slots is not None, COUNT=errors is not None,
         )  # fmt: skip
 
-    return _replay.prepared(tensors, recognised_by, reason, launched)
+    return _prepared(tensors, recognised_by, reason, launched)
+
+
+_Recognised = tuple[Hashable, tuple[Any, ...], tuple[torch.Tensor, ...]]
+"""Key and facts of a call (see `kda_kernels._replay.recall`), and the tensors of its groups."""
+
+
+def _prepared(
+    tensors: Mapping[str, torch.Tensor],
+    recognised_by: Callable[[], _Recognised],
+    reason: Callable[[], str | None],
+    launched: Callable[[], Launched | None],
+) -> Callable[[], Any]:
+    """What launches a call that is known, or accepted by ``reason``; it is then remembered.
+
+    ``tensors`` are those that vary from call to call, by the names of the kernel's parameters.
+    """
+    ticket: Ticket | None = None
+    known = None
+    try:
+        key, facts, held = recognised_by()
+        every = [*tensors.values(), *held]
+        known, addresses = recall(key, facts, every)
+        ticket = key, facts, len(tensors), every
+    except Exception:  # launches are watched, or an argument is not what it should be: the checks name it
+        known = None
+    if known is not None:
+        return partial(known.launch, addresses)
+    refuse(reason())
+
+    def launch_and_remember() -> None:
+        one = launched()
+        if ticket is not None:
+            remember(ticket, list(tensors), [(one, {})])
+
+    return launch_and_remember
 
 
 def _given(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
