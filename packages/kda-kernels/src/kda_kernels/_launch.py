@@ -55,12 +55,12 @@ def device_reason(device: torch.device) -> str | None:
     )
 
 
-def pdl_reason(pdl: bool | None, device: torch.device) -> str | None:
-    """Why ``pdl=True`` cannot be honoured on ``device``, or None."""
+def pdl_reason(pdl: bool | None, device: torch.device, name: str = "config.pdl") -> str | None:
+    """Why ``pdl=True``, the argument called ``name``, cannot be honoured on ``device``, or None."""
     backend, arch = current_target(device)
     if pdl and not (backend == "cuda" and arch >= 90):
         name = f"sm{arch}" if backend == "cuda" else backend
-        return f"pdl=True needs an NVIDIA GPU of sm90 or later, this is {name}: use pdl=None or False"
+        return f"{name}=True needs an NVIDIA GPU of sm90 or later, this is {name}: use pdl=None or False"
     return None
 
 

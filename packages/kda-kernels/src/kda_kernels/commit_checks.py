@@ -175,5 +175,5 @@ def scatter_reason(
     return (
         (None if rows is None else index_reason("rows", rows, slots.shape[0], device, 0, src.shape[1] - 1, unique=True))
         or errors_reason(errors, device)
-        or (pdl_reason(pdl, device) if needs_kernels else None)
+        or (pdl_reason(pdl, device, "pdl") if needs_kernels else None)
     )
