@@ -59,8 +59,8 @@ def pdl_reason(pdl: bool | None, device: torch.device, name: str = "config.pdl")
     """Why ``pdl=True``, the argument called ``name``, cannot be honoured on ``device``, or None."""
     backend, arch = current_target(device)
     if pdl and not (backend == "cuda" and arch >= 90):
-        name = f"sm{arch}" if backend == "cuda" else backend
-        return f"{name}=True needs an NVIDIA GPU of sm90 or later, this is {name}: use pdl=None or False"
+        target = f"sm{arch}" if backend == "cuda" else backend
+        return f"{name}=True needs an NVIDIA GPU of sm90 or later, this is {target}: use pdl=None or False"
     return None
 
 
