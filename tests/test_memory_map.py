@@ -12,7 +12,7 @@ pytest.importorskip(
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kda_kernels.memory import MemoryMap, overlap_reason, same_memory_reason
+from kda_kernels.overlap import MemoryMap, overlap_reason, same_memory_reason
 
 SIZE = 60
 WHOLE = torch.zeros(SIZE, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from kda_kernels._launch import Launched
 from kda_kernels._replay import ALIGNMENT, Ticket, data_ptr, recall, remember
 from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots
-from kda_kernels.memory import MemoryMap
+from kda_kernels.overlap import MemoryMap
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
 _VARYING = ("mixed_qkv", "a", "b", "slots", "rows", "errors", "out", "workspace")

@@ -20,7 +20,7 @@ from kda_kernels.checking import (
     typed,
     typed_number,
 )
-from kda_kernels.memory import overlap_reason, same_memory_reason
+from kda_kernels.overlap import overlap_reason, same_memory_reason
 from kda_kernels.pending_checks import BANKS, pending_reason, pending_record_reason
 from kda_kernels.shapes import (
     ACTIVATION_DTYPES,
