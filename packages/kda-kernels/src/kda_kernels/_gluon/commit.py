@@ -33,6 +33,17 @@ def row_by_row(tile):
 
 
 @gluon.jit
+def record_buffers(TOKENS: gl.constexpr, K: gl.constexpr, BLOCK_V: gl.constexpr):
+    """Shared memory for `stage_records`: k, decay, v and beta of TOKENS records."""
+    return (
+        gl.allocate_shared_memory(gl.float32, [TOKENS, K], packed(2)),
+        gl.allocate_shared_memory(gl.float32, [TOKENS, K], packed(2)),
+        gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_V], packed(2)),
+        gl.allocate_shared_memory(gl.float32, [TOKENS, 1], packed(2)),
+    )
+
+
+@gluon.jit
 def stage_records(k, g, v, beta, k_shared, decay_shared, v_shared, beta_shared):
     """What the steps need of the records, into shared memory: normalised k, exp(g), v and beta, all fp32."""
     k = k.to(gl.float32)
@@ -68,7 +79,6 @@ def fold_gluon_kernel(
     GATE: gl.constexpr = row_layout(TOKENS, K, WARPS, 1)
     VALUE: gl.constexpr = row_layout(TOKENS, BLOCK_V, WARPS, 1)
     BETA: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = packed(2)
 
     pid = gl.program_id(0)
     i_v = pid % NUM_V
@@ -119,10 +129,7 @@ def fold_gluon_kernel(
     # the norms: the barrier keeps them above it, and a block of its own (always entered) keeps the norms below it. It
     # also means that a row which two warps hold (more warps than rows) is loaded by both before either stores it.
     tl.debug_barrier()
-    k_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], SHARED)
-    decay_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], SHARED)
-    v_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_V], SHARED)
-    beta_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, 1], SHARED)
+    k_shared, decay_shared, v_shared, beta_shared = record_buffers(TOKENS, K, BLOCK_V)
     if batch > 0:
         stage_records(k, g, v, beta, k_shared, decay_shared, v_shared, beta_shared)
     if HAS_TRACK:

@@ -5,8 +5,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kda_kernels._gluon.commit import row_by_row, stage_records
-from kda_kernels._gluon.layouts import packed, row_layout
+from kda_kernels._gluon.commit import record_buffers, row_by_row, stage_records
+from kda_kernels._gluon.layouts import row_layout
 from kda_kernels._triton.arithmetic import delta_step
 
 
@@ -42,10 +42,7 @@ def fold_records(S, tiles, records, STATE: gl.constexpr):
     K: gl.constexpr = tiles[0].shape[1]
     BLOCK_V: gl.constexpr = tiles[2].shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(1, STATE)
-    k_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], packed(2))
-    decay_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, K], packed(2))
-    v_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_V], packed(2))
-    beta_shared = gl.allocate_shared_memory(gl.float32, [TOKENS, 1], packed(2))
+    k_shared, decay_shared, v_shared, beta_shared = record_buffers(TOKENS, K, BLOCK_V)
     stage_records(tiles[0], tiles[1], tiles[2], tiles[3], k_shared, decay_shared, v_shared, beta_shared)
     k_rows = row_by_row(k_shared)
     decay_rows = row_by_row(decay_shared)
