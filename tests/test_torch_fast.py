@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from kda_kernels import _torch_fast
-from kda_kernels._torch_fast import allocation, likeness, working_guards
+from kda_kernels._torch_fast import _empty_strided, allocation, likeness, working_guards
 
 PRIVATE: Any = torch._C._dynamo.guards
 
@@ -78,12 +78,22 @@ def test_nothing_is_held() -> None:
     assert all(map(callable, kept))
 
 
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """No allocation function has been tried yet, and none that a test puts in its place is kept."""
+    _empty_strided.cache_clear()
+    yield
+    _empty_strided.cache_clear()
+
+
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("private", [True, False])
 def test_an_allocation_is_like_its_model(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not private:
         monkeypatch.delattr(PRIVATE, "_empty_strided_cpu")
     like = torch.zeros(2, 3, 5, dtype=torch.float16)
     allocate = allocation(like)
+    assert (allocate.func is torch.empty) is not private
     one, other = allocate(), allocate()
     assert (one.shape, one.stride(), one.dtype, one.device) == (like.shape, like.stride(), like.dtype, like.device)
     assert one.data_ptr() != other.data_ptr()
@@ -91,9 +101,20 @@ def test_an_allocation_is_like_its_model(private: bool, monkeypatch: pytest.Monk
         assert allocate().is_inference()
 
 
+@pytest.mark.usefixtures("untried")
 def test_an_allocation_that_is_unlike_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PRIVATE, "_empty_strided_cpu", lambda shape, strides, dtype: torch.zeros(3))
     assert allocation(tensor())().shape == (4, 6)
+
+
+@pytest.mark.usefixtures("untried")
+def test_torchs_function_is_tried_once_not_for_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    own = PRIVATE._empty_strided_cpu
+    monkeypatch.setattr(PRIVATE, "_empty_strided_cpu", lambda *given: (made.append(given), own(*given))[1])
+    for _ in range(3):
+        allocation(tensor())
+    assert len(made) == 1, "a call that is met under graph capture allocates its outputs only"
 
 
 class Lenient:

@@ -6,7 +6,7 @@ Both functions are there for what torch.compile generates: its guards, and its a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,14 +34,22 @@ def likeness(varying: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> C
 def allocation(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     """What allocates a tensor like ``like``, which is packed and on the current device, and does not hold it."""
     shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    fast = _empty_strided(device.type)
+    if fast is None:
+        return partial(torch.empty, shape, dtype=dtype, device=device)
+    return partial(fast, shape, strides, dtype)
+
+
+@cache
+def _empty_strided(device_type: str) -> Any:
+    """torch's allocation for generated code if it is there and does what it must, tried once, else None."""
+    size, strides, dtype = (2, 3), (3, 1), torch.bfloat16
     try:
-        fast: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
-        allocate = partial(fast, shape, strides, dtype)
-        if _facts([allocate()]) == _facts([like]):
-            return allocate
+        fast: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device_type}")
+        like = torch.empty(size, dtype=dtype, device=device_type)
+        return fast if _facts([fast(size, strides, dtype)]) == _facts([like]) else None
     except Exception:  # another signature, say
-        pass
-    return partial(torch.empty, shape, dtype=dtype, device=device)
+        return None
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
