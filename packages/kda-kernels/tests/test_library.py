@@ -16,8 +16,11 @@ from kda_kernels import (
     LaunchConfig,
     LayerParams,
     LayerState,
+    PendingFold,
     Ring,
     Snapshots,
+    advance,
+    flush,
     fold,
     library,
     new_error_counts,
@@ -31,6 +34,8 @@ SHAPE = KdaShape(1, 2, 64, 64)
 B, T, SLOTS = 1, 2, 3
 VERIFY, FOLD = torch.ops.kda.verify.default, torch.ops.kda.fold.default
 CONV, SNAPSHOTS = torch.ops.kda.scatter_conv.default, torch.ops.kda.scatter_snapshots.default
+VERIFY_PENDING, ADVANCE = torch.ops.kda.verify_pending.default, torch.ops.kda.advance.default
+FLUSH = torch.ops.kda.flush.default
 
 
 class Layer:
@@ -136,6 +141,116 @@ def test_commits_do_what_they_declare(name: str, device: str) -> None:
     torch.library.opcheck(
         op, arguments, dict(track_slots=pair[0], track_steps=pair[1], errors=new_error_counts(device))
     )
+
+
+class Folding(Layer):
+    """A layer of fold on verify, with something pending in its slot."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.ring = Ring.allocate(SHAPE, slots=2 * SLOTS, length=T, dtype=torch.bfloat16, device=device)
+        self.fold = PendingFold.allocate(SHAPE, slots=SLOTS, device=device)
+        self.by_functions()
+        self.functions_advance()
+
+    def pending_tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.fold.parity, self.fold.pending, self.fold.epoch, self.fold.folded
+
+    def written(self) -> list[torch.Tensor]:
+        return [*super().written(), *self.pending_tensors()]
+
+    def by_functions(self) -> torch.Tensor:
+        return verify_fused(
+            *self.inputs, shape=SHAPE, params=self.params, state=self.state, record=self.ring, slots=self.slots,
+            draft_tokens=T, errors=self.errors, pending=self.fold,
+        )  # fmt: skip
+
+    def functions_advance(self) -> None:
+        advance(self.fold, slots=self.slots, accept_lens=self.accept_lens, draft_tokens=T, ring_length=T)
+
+    def folding(self, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of ``kda::verify_pending``."""
+        arguments, others = self.verify("ring", **options)
+        return arguments, others | dict(
+            zip(("parity", "pending", "epoch", "folded"), self.pending_tensors(), strict=True)
+        )
+
+    def advancing(self) -> tuple[Any, ...]:
+        return (*self.pending_tensors(), self.slots, self.accept_lens, T, T)
+
+    def flushing(self) -> tuple[Any, ...]:
+        ring, (*bookkeeping, folded) = self.ring_tensors(), self.pending_tensors()
+        return (self.state.ssm_state[None], *(t[None] for t in ring), *bookkeeping, folded[None], self.slots)
+
+
+def test_fold_on_verify_has_the_bits_of_the_functions(device: str) -> None:
+    other, layer = Folding(device), Folding(device)
+    expected = other.by_functions()
+    arguments, options = layer.folding()
+    assert torch.equal(torch.ops.kda.verify_pending(*arguments, **options), expected)
+    same(layer.written(), other.written())
+    assert not torch.equal(layer.state.ssm_state, Layer(device).state.ssm_state), "the pending record was folded"
+    other.functions_advance()
+    torch.ops.kda.advance(*layer.advancing())
+    same(layer.written(), other.written())
+    before = layer.state.ssm_state.clone()
+    flush(
+        other.state.ssm_state[None], Ring(*(t[None] for t in other.ring_tensors())),
+        PendingFold(other.fold.parity, other.fold.pending, other.fold.epoch, other.fold.folded[None]),
+        shape=SHAPE, slots=other.slots,
+    )  # fmt: skip
+    torch.ops.kda.flush(*layer.flushing())
+    same(layer.written(), other.written())
+    assert not torch.equal(layer.state.ssm_state, before)
+
+
+def test_fold_on_verify_does_what_it_declares(device: str) -> None:
+    layer = Folding(device)
+    arguments, options = layer.folding()
+    for fused in (True, False):
+        torch.library.opcheck(VERIFY_PENDING, arguments, options | dict(fused=fused))
+    pair = (torch.tensor([-1], dtype=torch.int32, device=device),) * 2
+    tracking = dict(track_slots=pair[0], track_steps=pair[1], errors=new_error_counts(device))
+    for op, given in ((ADVANCE, layer.advancing()), (FLUSH, layer.flushing())):
+        torch.library.opcheck(op, given)
+        torch.library.opcheck(op, given, tracking)
+    writes = {
+        op: {argument.name for argument in op._schema.arguments if argument.is_write} for op in (VERIFY, VERIFY_PENDING)
+    }
+    assert writes[VERIFY_PENDING] - writes[VERIFY] == {"ssm_state", "folded"}
+
+
+def test_a_round_of_fold_on_verify_compiles_without_a_graph_break(device: str) -> None:
+    other, layer = Folding(device), Folding(device)
+    expected = other.by_functions()
+    other.functions_advance()
+    torch._dynamo.reset()
+
+    def round_() -> torch.Tensor:
+        arguments, options = layer.folding()
+        out = torch.ops.kda.verify_pending(*arguments, **options)
+        torch.ops.kda.advance(*layer.advancing())
+        return out * 2
+
+    compiled = torch.compile(round_, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(), expected * 2)
+    same(layer.written(), other.written())
+
+
+def test_refusals_of_fold_on_verify(device: str) -> None:
+    layer = Folding(device)
+    arguments, options = layer.folding()
+    with pytest.raises(ValueError, match="give all of parity, pending, epoch and folded, got 3 of them"):
+        VERIFY_PENDING(*arguments, **options | dict(epoch=None))
+    snapshots, _ = layer.verify("snapshots")
+    with pytest.raises(ValueError, match="pending must be None with Snapshots"):
+        VERIFY_PENDING(*snapshots, **options)
+    with pytest.raises(RuntimeError, match="parity"):
+        VERIFY(*arguments, **options)
+    with pytest.raises(ValueError, match="ssm_state must have 5 dimensions"):
+        FLUSH(layer.state.ssm_state, *layer.flushing()[1:])
+    with pytest.raises(ValueError, match="ring_length must be at least 1, got 0"):
+        ADVANCE(*layer.advancing()[:-1], 0)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -5,7 +5,9 @@ Importing this module registers them; `kda_kernels` itself does not. An operator
 shapes. They call those functions: same checks, same refusals, same bits. Which arguments are written is declared:
 
 - ``kda::verify`` writes conv_window, the ring or the snapshots, and errors; it returns the output.
+  ``kda::verify_pending`` (fold on verify) also writes ssm_state and folded.
 - ``kda::fold`` and ``kda::scatter_snapshots`` write ssm_state and errors, ``kda::scatter_conv`` conv_state and errors.
+- ``kda::advance`` writes parity, pending, epoch and errors, ``kda::flush`` ssm_state, folded and errors.
 
 None has a derivative. A group is built when its tensors are first seen together and kept as long as they live, so a
 repeated call is recognised (see `verify_fused`) if it passes the same tensor objects, not views made anew.
@@ -20,10 +22,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kda_kernels.buffers import LayerParams, LayerState, Ring, Snapshots
+from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots
 from kda_kernels.commit import fold as _fold
 from kda_kernels.commit import scatter_conv as _scatter_conv
 from kda_kernels.commit import scatter_snapshots as _scatter_snapshots
+from kda_kernels.pending import advance as _advance
+from kda_kernels.pending import flush as _flush
 from kda_kernels.shapes import KdaShape, LaunchConfig
 from kda_kernels.verify import verify_fused, verify_unfused
 
@@ -105,10 +109,7 @@ def _check_dimensions(count: int, **tensors: Tensor) -> None:
             raise ValueError(f"{name} must have {count} dimensions, the last not empty, got shape {list(tensor.shape)}")
 
 
-@torch.library.custom_op(
-    "kda::verify", mutates_args=("conv_window", "raw_v", "raw_k", "g", "beta", "snapshots", "errors")
-)
-def verify(
+def _verify(
     mixed_qkv: Tensor,
     a: Tensor,
     b: Tensor,
@@ -136,6 +137,10 @@ def verify(
     config: Sequence[int] | None = None,
     starts: Tensor | None = None,
     parents: Tensor | None = None,
+    parity: Tensor | None = None,
+    pending: Tensor | None = None,
+    epoch: Tensor | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     """`kda_kernels.verify_fused`, or with ``fused=False`` `verify_unfused`, on one layer.
 
@@ -147,12 +152,14 @@ def verify(
         snapshots: [rows, steps, HV, V, K] fp32 in snapshot mode, else None.
         config: `launch_numbers` of a launch configuration, or None for the default.
         starts, parents: of a ragged batch or a tree, with ``fused=False``; as `verify_unfused`.
+        parity, pending, epoch, folded: of ``kda::verify_pending`` alone: as `kda_kernels.PendingFold`, all four.
 
     Returns:
         [B*T, HV, V] in mixed_qkv's dtype.
 
     Raises:
-        ValueError: an argument is refused, or ring and snapshots are both given, or neither whole.
+        ValueError: an argument is refused, or ring and snapshots are both given, or neither whole; or what is pending
+            is not given whole.
     """
     _check_dimensions(2, mixed_qkv=mixed_qkv)
     _check_dimensions(4, ssm_state=ssm_state)
@@ -167,11 +174,33 @@ def verify(
         state=_grouped(LayerState, (conv_state, ssm_state, conv_window)),
         record=_record((raw_v, raw_k, g, beta), snapshots),
         slots=slots, draft_tokens=draft_tokens, rows=rows, config=_config(config), errors=errors, form=form,
-        indices_ready=indices_ready, starts=starts, parents=parents,
+        indices_ready=indices_ready, starts=starts, parents=parents, pending=_pending((parity, pending, epoch, folded)),
     )  # fmt: skip
 
 
+def _pending(tensors: Sequence[Tensor | None]) -> PendingFold | None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    if len(given) not in (0, 4):
+        raise ValueError(f"give all of parity, pending, epoch and folded, got {len(given)} of them")
+    return _grouped(PendingFold, given) if given else None
+
+
+# Two operators, because what is declared as written is functionalised: a compiled graph may copy it.
+_WRITTEN = ("conv_window", "raw_v", "raw_k", "g", "beta", "snapshots", "errors")
+_OWN = ", Tensor? parity"
+"""Where the arguments of ``kda::verify_pending`` alone begin."""
+
+verify = torch.library.custom_op(
+    "kda::verify", _verify, mutates_args=_WRITTEN,
+    schema=torch.library.infer_schema(_verify, mutates_args=_WRITTEN).partition(_OWN)[0] + ") -> Tensor",
+)  # fmt: skip
+verify_pending = torch.library.custom_op(
+    "kda::verify_pending", _verify, mutates_args=(*_WRITTEN, "ssm_state", "folded")
+)
+
+
 @verify.register_fake
+@verify_pending.register_fake
 def _(mixed_qkv: Tensor, a: Tensor, b: Tensor, *arguments: object, **keywords: object) -> Tensor:
     ssm_state = keywords["ssm_state"] if "ssm_state" in keywords else arguments[5]
     if not isinstance(ssm_state, Tensor):
@@ -248,7 +277,57 @@ def scatter_snapshots(
     )  # fmt: skip
 
 
+@torch.library.custom_op("kda::advance", mutates_args=("parity", "pending", "epoch", "errors"))
+def advance(
+    parity: Tensor,
+    pending: Tensor,
+    epoch: Tensor,
+    folded: Tensor,
+    slots: Tensor,
+    accept_lens: Tensor,
+    draft_tokens: int,
+    ring_length: int,
+    track_slots: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    errors: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> None:
+    """`kda_kernels.advance`, what is pending one by one; ``folded`` of one layer or of all."""
+    _advance(
+        _grouped(PendingFold, (parity, pending, epoch, folded)), slots=slots, accept_lens=accept_lens,
+        draft_tokens=draft_tokens, ring_length=ring_length, track_slots=track_slots, track_steps=track_steps,
+        errors=errors, starts=starts,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("kda::flush", mutates_args=("ssm_state", "folded", "errors"))
+def flush(
+    ssm_state: Tensor,
+    raw_v: Tensor,
+    raw_k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    parity: Tensor,
+    pending: Tensor,
+    epoch: Tensor,
+    folded: Tensor,
+    slots: Tensor,
+    track_slots: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> None:
+    """`kda_kernels.flush`, its ring and what is pending one by one. State, ring and folded have a leading [layers]."""
+    _check_dimensions(5, ssm_state=ssm_state, raw_v=raw_v, raw_k=raw_k)
+    shape = KdaShape(raw_k.shape[2], raw_v.shape[2], ssm_state.shape[-1], ssm_state.shape[-2])
+    _flush(
+        ssm_state, _grouped(Ring, (raw_v, raw_k, g, beta)), _grouped(PendingFold, (parity, pending, epoch, folded)),
+        shape=shape, slots=slots, track_slots=track_slots, track_steps=track_steps, errors=errors,
+    )  # fmt: skip
+
+
 @fold.register_fake
+@advance.register_fake
+@flush.register_fake
 @scatter_conv.register_fake
 @scatter_snapshots.register_fake
 def _(*arguments: object, **keywords: object) -> None:
