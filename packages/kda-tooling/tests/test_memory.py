@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kda_backend import StatePool, memory_plan
 from kda_kernels import KdaShape
 from kda_tooling.cli import app
-from kda_tooling.commands.memory import DEFAULTS, parse_bytes, readable
+from kda_tooling.commands.memory import DEFAULTS, FOLDING, parse_bytes, readable
 
 runner = CliRunner()
 
@@ -61,6 +61,7 @@ def test_figures_are_those_of_the_pool_that_fits() -> None:
     report = figures(
         "--budget", str(budget), "--heads", "2", "--hv-heads", "4", "--head-k-dim", "64", "--head-v-dim", "128",
         "--layers", "3", "--draft-tokens", "5", "--ring-length", "6", "--spare-slots", "7", "--dtype", "float16",
+        "--fold-on-verify",
     )  # fmt: skip
     assert report["shape"] == vars(shape)
     assert not report["default_shape"]
@@ -68,10 +69,13 @@ def test_figures_are_those_of_the_pool_that_fits() -> None:
         requests = found["requests"]
         assert requests > 1
         sizes: dict[str, Any] = {"num_layers": 3, "mode": mode, "dtype": torch.float16, "draft_tokens": 5}
-        if mode == "ring":
-            sizes["ring_length"] = 6
+        if mode != "snapshots":
+            sizes |= {"mode": "ring", "ring_length": 6, "fold_on_verify": mode == FOLDING}
         pool = StatePool(shape, **sizes, num_slots=requests + 7, max_batch=requests, device="meta")
         assert pool.num_bytes == found["total_bytes"] <= budget
+        for name, group in (("ring", pool.ring), ("pending", pool.pending)):
+            held = 0 if group is None else group.num_bytes
+            assert found[f"{name}_bytes_per_slot"] * pool.num_slots == held
         more = memory_plan(shape, **sizes, num_slots=requests + 8, max_batch=requests + 1)
         assert more.total_bytes == found["total_bytes"] + found["bytes_per_request"] > budget
 
@@ -94,6 +98,18 @@ def test_the_default_shape_is_stated_and_can_be_named() -> None:
     ):
         assert part in output
     assert "Default shape" not in words(runner.invoke(app, ["memory", "--budget", "80GiB", "--heads", "8"]).output)
+
+
+def test_fold_on_verify_is_a_line_of_its_own_and_only_if_asked_for() -> None:
+    plain, both = figures("--budget", "80GiB"), figures("--budget", "80GiB", "--fold-on-verify")
+    assert {mode: both["modes"][mode] for mode in plain["modes"]} == plain["modes"]
+    ring, folding = both["modes"]["ring"], both["modes"][FOLDING]
+    assert folding["ring_bytes_per_slot"] == 2 * ring["ring_bytes_per_slot"]
+    # 20 layers of 32 heads of 16 entries, and three numbers of each slot
+    assert (ring["pending_bytes_per_slot"], folding["pending_bytes_per_slot"]) == (0, 4 * (20 * 32 * 16 + 3))
+    output = words(runner.invoke(app, ["memory", "--budget", "80GiB", "--fold-on-verify"]).output)
+    assert f"ring, fold on verify {folding['requests']} " in output
+    assert "fold on verify" not in words(runner.invoke(app, ["memory", "--budget", "80GiB"]).output)
 
 
 def test_a_budget_too_small_for_one_request() -> None:

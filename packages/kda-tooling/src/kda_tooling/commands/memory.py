@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,9 @@ DTYPES = ("bfloat16", "float16")
 KIMI_LINEAR = "Kimi-Linear-48B-A3B on one GPU: 20 KDA layers, 32 heads of 128"
 DEFAULTS = {"heads": 32, "layers": 20, "head_dim": 128, "draft_tokens": 4}
 """The default shape, that of `KIMI_LINEAR`, and the default number of draft tokens."""
+
+FOLDING = "ring_fold_on_verify"
+"""The report's name for a pool of rings that folds on verify."""
 
 LARGEST = 1 << 63
 MOST = 1 << 20
@@ -89,6 +92,12 @@ def memory(
     spare_slots: Annotated[
         int, typer.Option(min=0, help="Slots kept beside those of the requests, for a prefix cache.")
     ] = 0,
+    fold_on_verify: Annotated[
+        bool,
+        typer.Option(
+            "--fold-on-verify", help="Also a pool of rings that folds on verify, which keeps two banks of each ring."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """Print the table or JSON of `HELP`."""
@@ -106,12 +115,14 @@ def memory(
         shape = KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim)
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
-    plans = {
-        mode: memory_plan(
-            shape, layers, mode, getattr(torch, dtype), 1, 1, draft_tokens, ring_length if mode == "ring" else None
-        )
-        for mode in MODES
-    }
+
+    def plan(mode: str, folding: bool = False) -> MemoryPlan:
+        length = ring_length if mode == "ring" else None
+        return memory_plan(shape, layers, mode, getattr(torch, dtype), 1, 1, draft_tokens, length, folding)
+
+    plans = {mode: plan(mode) for mode in MODES}
+    if fold_on_verify:
+        plans[FOLDING] = plan("ring", folding=True)
     sizes = {"layers": layers, "draft_tokens": draft_tokens, "ring_length": plans["ring"].ring_length, "dtype": dtype}
     report: dict[str, Any] = {
         "budget_bytes": amount, "shape": asdict(shape), "default_shape": _is_default(shape, layers), **sizes,
@@ -131,20 +142,15 @@ def _is_default(shape: KdaShape, layers: int) -> bool:
 
 def _figures(plan: MemoryPlan, budget: int, spare_slots: int) -> dict[str, int]:
     """What `kda memory` says of one mode."""
-    from kda_backend import memory_plan
-
     requests = plan.max_requests(budget, spare_slots=spare_slots)
     total = 0
     if requests:
-        ring_length = plan.ring_length if plan.mode == "ring" else None
-        total = memory_plan(
-            plan.shape, plan.num_layers, plan.mode, plan.dtype, requests + spare_slots, requests, plan.draft_tokens,
-            ring_length,
-        ).total_bytes  # fmt: skip
+        total = replace(plan, num_slots=requests + spare_slots, max_batch=requests).total_bytes
     return {
         "requests": requests, "total_bytes": total, "bytes_per_request": plan.bytes_per_request,
         "bytes_per_slot": plan.bytes_per_slot, "state_bytes_per_slot": plan.state_bytes_per_slot,
-        "ring_bytes_per_slot": plan.ring_bytes_per_slot, "bytes_per_row": plan.bytes_per_row,
+        "ring_bytes_per_slot": plan.ring_bytes_per_slot, "pending_bytes_per_slot": plan.pending_bytes_per_slot,
+        "bytes_per_row": plan.bytes_per_row,
         "snapshot_bytes_per_row": plan.snapshot_bytes_per_row, "window_bytes_per_row": plan.window_bytes_per_row,
         "workspace_bytes_per_row": plan.workspace_bytes_per_row, "error_bytes": plan.error_bytes,
     }  # fmt: skip
@@ -180,5 +186,5 @@ def _show(report: dict[str, Any]) -> None:
         table.add_column(f"{title}\n[dim]{detail}[/dim]", justify="right")
     for mode, figures in report["modes"].items():
         cells = [str(figures[name]) if name == "requests" else readable(figures[name]) for name in COLUMNS]
-        table.add_row(mode, *cells)
+        table.add_row("ring, fold on verify" if mode == FOLDING else mode, *cells)
     console.print(table)
