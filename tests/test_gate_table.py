@@ -1,0 +1,384 @@
+"""Gate tables: what they hold, that a file comes back as it was written, and that nothing in one is taken on trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kda_backend.gate import (
+    CellKey,
+    Closed,
+    LaneFigures,
+    Table,
+    TableError,
+    dump_table,
+    judged,
+    load_table,
+    option_name,
+    table_name,
+    write_table,
+)
+from kda_backend.gate.cells import GATES, OPTIONS, lanes_of
+from kda_backend.gate.files import MOST_BYTES
+from kda_kernels import FORMS, KdaShape, LaunchConfig
+from tests.support.tables import FAST_CONFIG, H200, PROVENANCE, SHAPE, a_cell, a_key, a_table, cells
+
+MEASURED = (2.61, 2.625)
+CLOSED = Closed("history.json", ("aaa", "bbb"), (2.0, 2.1), (2.2, 2.3), "2026-11-29")
+
+
+def a_full_table() -> Table:
+    """Cells of every kind."""
+    unmeasured = {"unfused+ring": LaneFigures((4.0, 4.1)), "fused+ring": LaneFigures(why="launch failed: no memory")}
+    odd = LaneFigures(MEASURED, config=LaunchConfig(8, 1, pdl=False, max_registers=64))
+    return a_table(
+        *cells({1: True, 64: False}),
+        a_cell(batch=2, configs=(None, FAST_CONFIG)),
+        a_cell(form="chunked", draft_tokens=16, configs=(None, LaunchConfig(128, 4))),
+        a_cell(mode="snapshots", gate="standard"),
+        *(a_cell(option=option) for option in OPTIONS[1:]),
+        replace(a_cell(batch=4), lane="unfused+ring", closed=CLOSED),
+        judged(a_key(batch=8), unmeasured, 0.02),
+        judged(a_key(batch=16), {"unfused+ring": odd, "fused+ring": LaneFigures(MEASURED)}, 0.02),
+    )
+
+
+class TestFile:
+    def test_the_name_is_the_one_that_users_of_vllm_and_sglang_know(self) -> None:
+        name = "H=8,HV=8,K=128,V=128,device_name=NVIDIA_H200,dtype=bfloat16.json"
+        assert table_name(SHAPE, "NVIDIA H200", "bfloat16") == a_table().file_name == name
+        assert "device_name=AMD_Instinct_MI300X_OAM_x_,dtype=float16" in table_name(
+            SHAPE, "AMD Instinct MI300X/OAM(x)", "float16"
+        )
+        assert "/" not in table_name(SHAPE, "../../etc", "bfloat16")
+        with pytest.raises(ValueError, match="dtype must be one of"):
+            table_name(SHAPE, H200, "float32")
+        with pytest.raises(ValueError, match=r"device_name must be 1\.\."):
+            table_name(SHAPE, "", "bfloat16")
+
+    def test_what_was_written_is_read_back_equal(self, tmp_path: Path) -> None:
+        table = a_full_table()
+        path = write_table(table, tmp_path)
+        assert path.name == table.file_name
+        loaded = load_table(path)
+        assert loaded == table
+        assert dump_table(loaded) == path.read_text(encoding="utf-8") == dump_table(table)
+        assert loaded.doubts == ()
+        assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+    def test_one_cell_a_line_sorted_whatever_their_order_was(self) -> None:
+        table = a_full_table()
+        shuffled = list(table.cells)
+        random.Random(0).shuffle(shuffled)
+        text = dump_table(replace(table, cells=tuple(shuffled)))
+        assert text == dump_table(table)
+        assert len([line for line in text.splitlines() if '"T": ' in line]) == len(table.cells)
+        changed = dump_table(a_table(*table.cells[:-1], a_cell(mode="snapshots", gate="standard", fused=False)))
+        assert sum(a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)) == 1
+        assert json.loads(dump_table(a_table()))["cells"] == []
+
+    def test_figures_are_nanoseconds_and_stay_so(self) -> None:
+        figures = LaneFigures((2.61049999, 1 / 3))
+        assert figures.us == (2.61, 0.333)
+        assert LaneFigures(figures.us) == figures
+
+    def test_a_configuration_states_what_is_not_the_absence_of_a_choice(self) -> None:
+        text = dump_table(a_full_table())
+        assert '"config": {"block_v": 64, "num_warps": 8, "rows_per_thread": 2, "state_first": true}' in text
+        assert '"config": {"block_v": 8, "num_warps": 1, "pdl": false, "max_registers": 64}' in text
+        assert '"unfused+ring": {"us": [4.0, 4.1]}, "fused+ring"' in text, "None is the kernels' default"
+
+    def test_a_write_that_fails_leaves_the_file_that_was_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write_table(a_table(), tmp_path)
+        before = path.read_bytes()
+        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+        with pytest.raises(OSError, match="disk"):
+            write_table(a_full_table(), tmp_path)
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+    @given(st.lists(st.tuples(
+        st.sampled_from(GATES), st.sampled_from(FORMS), st.sampled_from(OPTIONS), st.integers(1, 16),
+        st.integers(1, 512), st.booleans(), st.floats(0.01, 1e5), st.floats(0.5, 2.0),
+    ), max_size=6, unique_by=lambda one: one[:5]))  # fmt: skip
+    def test_any_table_survives_its_file(self, tmp_path_factory: pytest.TempPathFactory, given: Any) -> None:
+        made = [
+            a_cell(gate=gate, form=form, option=option, draft_tokens=T, batch=B, unfused_us=(us, us * 1.01),
+                   fused_us=(us * ratio, us * ratio), configs=(None, LaunchConfig(8) if small else None))
+            for gate, form, option, T, B, small, us, ratio in given
+        ]  # fmt: skip
+        table = a_table(*made)
+        assert load_table(write_table(table, tmp_path_factory.mktemp("tables"))) == table
+        assert table.doubts == ()
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("unfused", "fused", "margin", "wins"),
+        [
+            ((10.0, 10.0), (9.8, 9.8), 0.02, True),
+            ((10.0, 10.0), (9.8, 9.801), 0.02, False),
+            ((10.0, 10.0), (5.0, 9.9), 0.02, False),
+            ((10.0, 10.0), (9.9, 5.0), 0.02, False),
+            ((10.0, 10.0, 10.0), (5.0, 5.0, 10.0), 0.02, False),
+            ((10.0, 10.0, 10.0), (5.0, 5.0, 5.0), 0.02, True),
+            ((10.0, 10.0), (10.0, 9.0), 0.0, False),
+            ((10.0, 10.0), (9.999, 9.999), 0.0, True),
+            ((10.0, 20.0), (9.9, 19.0), 0.0, True),
+            ((10.0, 20.0), (15.0, 15.0), 0.0, False),
+        ],
+    )
+    def test_fused_must_win_every_pass_by_the_margin(self, unfused: Any, fused: Any, margin: float, wins: bool) -> None:
+        cell = a_cell(unfused_us=unfused, fused_us=fused, margin=margin)
+        assert cell.lane == cell.supported(margin) == cell.verdict(margin) == ("fused+ring" if wins else "unfused+ring")
+
+    @pytest.mark.parametrize("option", OPTIONS[1:])
+    @pytest.mark.parametrize("round_wins", [True, False])
+    def test_a_round_decides_where_an_option_moves_cost_to_the_commit(self, option: str, round_wins: bool) -> None:
+        slow, fast = (9.0, 9.0), (1.0, 1.0)
+        lanes = {
+            "unfused+ring": LaneFigures(fast if round_wins else slow, slow if round_wins else fast),
+            "fused+ring": LaneFigures(slow if round_wins else fast, fast if round_wins else slow),
+        }
+        cell = judged(a_key(option=option), lanes, 0.02)
+        assert cell.lane == ("fused+ring" if round_wins else "unfused+ring")
+        with pytest.raises(ValueError, match="must have round_us"):
+            judged(a_key(option=option), {lane: LaneFigures(fast) for lane in lanes}, 0.02)
+        with pytest.raises(ValueError, match="has round_us, which option 'plain'"):
+            judged(a_key(), lanes, 0.02)
+
+    @pytest.mark.parametrize("missing", ["unfused+ring", "fused+ring"])
+    def test_a_lane_that_was_not_measured_wins_nothing(self, missing: str) -> None:
+        lanes = {lane: LaneFigures(MEASURED) for lane in lanes_of("ring")} | {missing: LaneFigures(why="no memory")}
+        cell = judged(a_key(), lanes, 0.0)
+        assert cell.lane == "unfused+ring"
+        assert cell.ratio() is None
+
+    def test_a_closed_cell_is_unfused_whatever_its_figures(self) -> None:
+        won = a_cell()
+        assert won.lane == "fused+ring"
+        closed = replace(won, closed=CLOSED)
+        assert closed.verdict(0.02) == closed.supported(0.02) == "unfused+ring"
+        assert judged(won.key, won.lanes, 0.02, CLOSED).lane == "unfused+ring"
+        assert judged(won.key, won.lanes, 0.02).lane == "fused+ring"
+
+    @pytest.mark.parametrize("won", [True, False])
+    def test_a_verdict_that_was_edited_counts_as_unfused(self, won: bool) -> None:
+        cell = a_cell(fused=won)
+        edited = replace(cell, lane="unfused+ring" if won else "fused+ring")
+        table = a_table(edited)
+        assert table.verdict(edited) == "unfused+ring"
+        (doubt,) = table.doubts
+        assert doubt == f"cell ({cell.key}) states {edited.lane}, its figures support {cell.lane}"
+
+    def test_the_worst_pass_is_the_ratio(self) -> None:
+        assert a_cell(unfused_us=(10.0, 20.0), fused_us=(5.0, 15.0)).ratio() == 0.75
+
+    def test_the_standard_gate_takes_the_safe_gate_s_cell_where_it_has_none(self) -> None:
+        own = a_cell(gate="standard", fused=False, batch=4)
+        table = a_table(*cells({1: True, 4: True}), own)
+        rest = {"form": "recurrent", "mode": "ring", "option": "plain", "draft_tokens": 4}
+        assert list(table.buckets(gate="standard", **rest).values()) == [table.by_key[a_key()], own]
+        assert [cell.key.gate for cell in table.buckets(gate="safe", **rest).values()] == ["safe", "safe"]
+        assert table.buckets(gate="safe", **rest | {"draft_tokens": 5}) == {}
+
+    def test_option_names(self) -> None:
+        pairs = [(False, False), (True, False), (False, True), (True, True)]
+        assert tuple(option_name(fold_on_verify=f, compact_window=c) for f, c in pairs) == OPTIONS
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The file of a table with one cell, after ``change`` had its JSON data."""
+    data = json.loads(dump_table(a_table(a_cell())))
+    change(data)
+    return json.dumps(data).encode()
+
+
+def in_cell(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda data: data["cells"][0].update(changes)
+
+
+def in_fused(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda data: data["cells"][0]["lanes"]["fused+ring"].update(changes)
+
+
+def in_provenance(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda data: data["provenance"].update(changes)
+
+
+WHOLE = dump_table(a_table(a_cell()))
+BROKEN = {
+    "empty": (b"", "is not JSON"),
+    "blank": (b" \n", "is not JSON"),
+    "truncated": (WHOLE[: len(WHOLE) // 2].encode(), "is not JSON"),
+    "binary": (bytes(range(256)), "is not UTF-8 text"),
+    "nul bytes": (b"\0" * 64, "is not JSON"),
+    "huge": (b" " * (MOST_BYTES + 1), "larger than the 16 MiB"),
+    "deep": (b"[" * 200_000, "nested too deeply"),
+    "huge number": (b'{"schema": ' + b"9" * 5000 + b"}", "Exceeds the limit|schema must be 1"),
+    "list": (b"[]", "is no gate table"),
+    "null": (b"null", "is no gate table"),
+    "vLLM's": (b'{"1": {"BLOCK_SIZE_M": 16}, "triton_version": "3.4.0"}', "is no gate table"),
+    "no schema": (edited(lambda d: d.pop("schema")), "is no gate table"),
+    "schema 2": (edited(lambda d: d.update(schema=2)), "schema must be 1, got '2'.*tune again"),
+    "schema 1.0": (edited(lambda d: d.update(schema=1.0)), "schema must be 1"),
+    "schema true": (edited(lambda d: d.update(schema=True)), "schema must be 1"),
+    "unknown key": (edited(lambda d: d.update(note="x")), r"missing \[\], unknown \['note'\]"),
+    "missing key": (edited(lambda d: d.pop("arch")), r"missing \['arch'\]"),
+    "doubled key": (WHOLE.replace('"arch"', '"dtype": "bfloat16", "arch"').encode(), "'dtype' is there twice"),
+    "other shape": (edited(lambda d: d["shape"].update(H=4)), "its contents are those of H=4,HV=8"),
+    "other device": (edited(lambda d: d.update(device_name="NVIDIA B200")), "those of .*device_name=NVIDIA_B200"),
+    "other dtype": (edited(lambda d: d.update(dtype="float16")), "those of .*dtype=float16"),
+    "no dtype": (edited(lambda d: d.update(dtype="float32")), "dtype must be one of"),
+    "no shape": (edited(lambda d: d["shape"].update(K=96)), "head_k_dim must be one of"),
+    "shape of text": (edited(lambda d: d["shape"].update(H="8")), "num_heads must be an int"),
+    "shape of words": (edited(lambda d: d.update(shape="H=8")), "shape must be an object"),
+    "arch of lines": (edited(lambda d: d.update(arch="sm\n90")), "arch must be 1..40 printable"),
+    "name of escapes": (edited(lambda d: d.update(device_name="\x1b[2J")), "device_name must be 1..200 printable"),
+    "margin NaN": (WHOLE.replace('"margin": 0.02', '"margin": NaN').encode(), "NaN is no number"),
+    "margin inf": (WHOLE.replace('"margin": 0.02', '"margin": 1e999').encode(), "provenance.margin must be a share"),
+    "margin negative": (edited(in_provenance(margin=-0.1)), "provenance.margin must be a share"),
+    "margin text": (edited(in_provenance(margin="2 %")), "provenance.margin must be a number"),
+    "one pass": (edited(in_provenance(passes=1)), "provenance.passes must be within 2"),
+    "more passes": (edited(in_provenance(passes=3)), r"cell \(safe gate.*has 2 passes of provenance.passes=3"),
+    "no command": (edited(in_provenance(command="")), "provenance.command must be 1"),
+    "cells no list": (edited(lambda d: d.update(cells={})), "cells must be a list"),
+    "cell no object": (edited(lambda d: d.update(cells=[3])), "cell 1: cell 1 must be an object"),
+    "cell twice": (edited(lambda d: d["cells"].append(d["cells"][0])), r"cell \(safe gate, .*B=1\) is there twice"),
+    "T zero": (edited(in_cell(T=0)), "cell 1: T must be within 1"),
+    "T true": (edited(in_cell(T=True)), "cell 1: T must be a whole number"),
+    "B half": (edited(in_cell(B=1.5)), "cell 1: B must be a whole number"),
+    "B huge": (edited(in_cell(B=1 << 40)), "cell 1: B must be within"),
+    "no gate": (edited(in_cell(gate="soft")), "cell 1: gate must be one of"),
+    "no form": (edited(in_cell(form=["recurrent"])), "cell 1: form must be one of"),
+    "no mode": (edited(in_cell(mode="Ring")), "cell 1: mode must be one of"),
+    "no option": (edited(in_cell(option="fast")), "cell 1: option must be one of"),
+    "chunked snapshots": (edited(in_cell(form="chunked", mode="snapshots")), "'chunked' goes with mode 'ring' only"),
+    "chunked T=17": (edited(in_cell(form="chunked", T=17)), "takes T up to 16, got 17"),
+    "folded snapshots": (edited(in_cell(option="fold-on-verify", mode="snapshots")), "snapshots are never folded"),
+    "unknown lane": (edited(in_cell(lane="fastest")), r"cell 1 \(.*B=1\): lane must be one of"),
+    "other mode's lane": (edited(in_cell(lane="fused")), "lane must be one of"),
+    "lanes missing": (edited(lambda d: d["cells"][0]["lanes"].pop("unfused+ring")), "lanes must be"),
+    "lanes more": (edited(lambda d: d["cells"][0]["lanes"].update(fused={"why": "x"})), "lanes must be"),
+    "lanes no object": (edited(in_cell(lanes=[1])), "lanes must be an object"),
+    "lane no object": (edited(lambda d: d["cells"][0]["lanes"].update({"fused+ring": 2.6})), "must be an object"),
+    "us NaN": (WHOLE.replace("[2.0, ", "[NaN, ").encode(), "NaN is no number"),
+    "us -inf": (WHOLE.replace("[2.0, ", "[-Infinity, ").encode(), "-Infinity is no number"),
+    "us overflow": (WHOLE.replace("[2.0, ", "[1e999, ").encode(), "microseconds above 0"),
+    "us negative": (edited(in_fused(us=[-2.0, 2.0])), r"cell 1 \(.*\): us must hold microseconds above 0"),
+    "us zero": (edited(in_fused(us=[0, 2.0])), "us must hold microseconds above 0"),
+    "us rounds to zero": (edited(in_fused(us=[1e-9, 2.0])), "us must hold microseconds above 0"),
+    "us text": (edited(in_fused(us=["2", 2.0])), "us must hold numbers"),
+    "us one pass": (edited(in_fused(us=[2.0])), "figures of 2..64 independent passes, got 1"),
+    "us number": (edited(in_fused(us=2.0)), "us must be a list"),
+    "us of another count": (edited(in_fused(us=[2.0, 2.0, 2.0])), "figures of the same passes"),
+    "why and figures": (edited(in_fused(why="failed")), "not both"),
+    "why of no words": (edited(in_fused(why=3)), "why must be text"),
+    "config unknown": (edited(in_fused(config={"waves": 2})), r"unknown \['waves'\]"),
+    "config refused": (edited(in_fused(config={"block_v": 24})), "block_v must be one of"),
+    "config of another kernel": (edited(in_fused(config={"state_first": True})), "state_first needs rows_per_thread"),
+    "config true": (edited(in_fused(config={"num_warps": True})), "num_warps must be an int"),
+    "config no object": (edited(in_fused(config=[64, 8])), "config must be an object"),
+    "gluon on ROCm": (edited(lambda d: d.update(arch="hip")), "a kernel for NVIDIA GPUs, and arch is 'hip'"),
+    "pdl on sm80": (
+        edited(lambda d: (d.update(arch="sm80"), in_fused(config={"pdl": True})(d))), "has pdl=true, which sm80"
+    ),
+    "gluon chunk of 9": (edited(in_cell(form="chunked", T=9)), "takes up to T=8 in form 'chunked'"),
+    "closed for no reason": (edited(in_cell(closed={})), "closed must have the keys"),
+    "closed by nobody": (
+        edited(in_cell(closed=dict(history="h", commits=[], unfused_us=[], fused_us=[], date="d"))), "closed.commits"
+    ),
+    "closed by NaN": (
+        edited(in_cell(closed=dict(history="h", commits=["a"], unfused_us=[-1], fused_us=[1], date="d"))),
+        "closed.unfused_us must hold",
+    ),
+}  # fmt: skip
+
+
+class TestBrokenFiles:
+    @pytest.mark.parametrize(("content", "message"), BROKEN.values(), ids=BROKEN)
+    def test_is_refused_by_file_and_cell(self, content: bytes, message: str, tmp_path: Path) -> None:
+        path = tmp_path / a_table().file_name
+        path.write_bytes(content)
+        with pytest.raises(TableError) as refusal:
+            load_table(path)
+        assert str(refusal.value).startswith(f"{path}: ")
+        assert re.search(message, str(refusal.value)), refusal.value
+        assert len(str(refusal.value)) < 2000
+
+    def test_a_sound_one_is_not(self, tmp_path: Path) -> None:
+        path = tmp_path / a_table().file_name
+        path.write_bytes(edited(lambda data: None))
+        assert load_table(path) == a_table(a_cell())
+
+    @pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "dangling link", "unreadable", "/dev/zero"])
+    def test_what_is_no_readable_file(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / a_table().file_name
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "dangling link":
+            path.symlink_to(tmp_path / "nowhere")
+        elif kind == "/dev/zero":
+            path.symlink_to("/dev/zero")
+        elif kind == "unreadable":
+            path.write_text(WHOLE)
+            path.chmod(0)
+            if os.access(path, os.R_OK):  # root reads any file
+                monkeypatch.setattr(
+                    Path, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+                )
+        with pytest.raises(TableError, match=r"is no file|No such file|Permission denied"):
+            load_table(path)
+
+    @given(st.integers(0, len(WHOLE) - 1), st.characters(codec="ascii"))
+    def test_one_changed_character_is_a_table_or_a_refusal(
+        self, tmp_path_factory: pytest.TempPathFactory, position: int, character: str
+    ) -> None:
+        path = tmp_path_factory.mktemp("tables") / a_table().file_name
+        path.write_text(WHOLE[:position] + character + WHOLE[position + 1 :], encoding="utf-8")
+        try:
+            table = load_table(path)
+        except TableError:
+            return
+        assert table.file_name == path.name
+        for cell in table.cells:
+            assert table.verdict(cell) == "unfused+ring" or cell.supported(table.margin) == "fused+ring"
+
+
+class TestDataclasses:
+    @pytest.mark.parametrize(
+        ("make", "error", "message"),
+        [
+            (lambda: a_table(cells=(a_cell(), a_cell(fused=False))), ValueError, "is there twice"),
+            (lambda: a_table(shape=(8, 8)), TypeError, "shape must be a KdaShape"),
+            (lambda: a_table(provenance={}), TypeError, "provenance must be a Provenance"),
+            (lambda: replace(PROVENANCE, margin=0.5), ValueError, "within 0..0.5"),
+            (lambda: LaneFigures((1.0, 2.0), config={"block_v": 8}), TypeError, "config must be a LaunchConfig"),
+            (lambda: LaneFigures((1.0, 2.0), (1.0,)), ValueError, "as many passes as us"),
+            (lambda: LaneFigures(), ValueError, "says why"),
+            (lambda: LaneFigures((1.0, float("nan"))), ValueError, "above 0"),
+            (lambda: CellKey("safe", "recurrent", "ring", "plain", 4, 0), ValueError, "B must be within"),
+        ],
+    )
+    def test_refuse_what_a_file_could_not_hold(self, make: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            make()
+
+    def test_a_shape_is_part_of_the_name(self) -> None:
+        names = {table_name(KdaShape(h, hv, k, v), H200, d) for h, hv in ((8, 8), (4, 8)) for k in (64, 128)
+                 for v in (64, 128) for d in ("bfloat16", "float16")}  # fmt: skip
+        assert len(names) == 16
