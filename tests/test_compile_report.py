@@ -22,7 +22,16 @@ from kda_tooling.compiling import report as report_module
 from kda_tooling.compiling.budget import LIMITS_FROM, BudgetError, load_budget, over_budget, write_budget
 from kda_tooling.compiling.ptx_flow import UNTRACED, trace_ptx
 from kda_tooling.compiling.report import CompiledKernel, compile_all, compiled_kernels
-from kda_tooling.compiling.rules import INDICES, LAYER_PARAMETERS, RING_BUFFERS, SNAPSHOT_BUFFERS, broken_rules
+from kda_tooling.compiling.rules import (
+    COUNTERS,
+    FOLDED_BUFFERS,
+    INDICES,
+    LAYER_PARAMETERS,
+    RING_BUFFERS,
+    SNAPSHOT_BUFFERS,
+    broken_rules,
+    expected_stores,
+)
 from kda_tooling.compiling.specs import SPECS, Selection
 from kda_tooling.compiling.stats import amd_stats, sass_opcodes
 
@@ -31,8 +40,8 @@ BUDGET = ROOT / "benchmarks" / "compile-budget.json"
 
 SMALL = Selection(
     targets=("sm90",),
-    kernels=("fused", "recurrence", "conv", "fold", "scatter_snapshots", "scatter_conv"),
-    configs=("ring-K128-T1", "snapshots-K128-T1", "K128-T4", "K128-T4-nopdl"),
+    kernels=("fused", "recurrence", "conv", "fold", "scatter_snapshots", "scatter_conv", "advance", "flush"),
+    configs=("ring-K128-T1", "snapshots-K128-T1", "K128-T4", "K128-T4-nopdl", "ring-K128-T4-pending"),
 )
 
 
@@ -59,6 +68,16 @@ def test_ring_off_code_carries_no_ring_stores_and_ring_code_no_snapshot_stores(
     assert stores(snapshots) >= SNAPSHOT_BUFFERS
     assert not stores(snapshots) & RING_BUFFERS
     assert not (stores(ring) | stores(snapshots)) & {"conv_state", "ssm_state"}
+
+
+def test_fold_on_verify_writes_the_state_and_its_flags_and_only_advance_moves_the_bookkeeping(
+    compiled: dict[tuple[str, str], CompiledKernel],
+) -> None:
+    for kernel, own in (("fused", {"out", "window"}), ("recurrence", {"out"})):
+        assert stores(compiled[kernel, "ring-K128-T4-pending"]) - COUNTERS == own | RING_BUFFERS | FOLDED_BUFFERS
+    assert stores(compiled["flush", "K128-T4"]) - COUNTERS == FOLDED_BUFFERS
+    assert stores(compiled["advance", "K128-T4"]) - COUNTERS == {"parity", "pending", "epoch"}
+    assert expected_stores("fused", "ring") & FOLDED_BUFFERS == set(), "another verify may not"
 
 
 def test_nothing_but_layer_parameters_is_read_before_the_pdl_wait(

@@ -63,7 +63,9 @@ def _compile_job(target: str, index: int) -> JobResult:
             spec.call()
         labelled = [(spec.label_of(variant.kernel), variant) for variant in compiled]
         kernels = tuple(
-            CompiledKernel(target, label, spec.name, code_stats(variant), inspect(variant, label, spec.record))
+            CompiledKernel(
+                target, label, spec.name, code_stats(variant), inspect(variant, label, spec.record, spec.pending)
+            )
             for label, variant in labelled
             if label in spec.labels
         )

@@ -1,7 +1,7 @@
 """What compiled code must and must not do, checked on every configuration that is compiled.
 
 * A kernel writes exactly the buffers its record asks for: ring-off code carries no ring stores, ring code no snapshot
-  stores, and verify never writes conv_state or ssm_state.
+  stores, and verify never writes conv_state, nor ssm_state unless it folds what is pending.
 * With PDL, nothing but layer parameters is read before the wait on the preceding kernel, and slots and rows where they
   are declared ready; without it, there is no wait at all. ptxas may move code, so the machine code is held to the
   same number of early loads.
@@ -27,16 +27,23 @@ COUNTERS = frozenset({"errors"})
 _RECORD_BUFFERS = {"ring": RING_BUFFERS, "snapshots": SNAPSHOT_BUFFERS}
 
 
-def expected_stores(label: str, record: str) -> frozenset[str]:
-    """Arguments that the kernel called ``label`` writes, error counters aside."""
+FOLDED_BUFFERS = frozenset({"ssm_state", "folded"})
+"""Written where records are replayed once: by a flush, and by a verify of fold on verify."""
+
+
+def expected_stores(label: str, record: str, pending: bool = False) -> frozenset[str]:
+    """Arguments that the kernel called ``label`` writes, error counters aside; ``pending``: verify that folds."""
     if label in ("fused", "recurrence"):
         windows = frozenset({"window"}) if label == "fused" else frozenset()
-        return frozenset({"out"}) | windows | _RECORD_BUFFERS[record]
+        folded = FOLDED_BUFFERS if pending else frozenset()
+        return frozenset({"out"}) | windows | _RECORD_BUFFERS[record] | folded
     return {
         "conv": frozenset({"y", "window"}),
         "fold": frozenset({"ssm_state"}),
         "scatter_conv": frozenset({"dst"}),
         "scatter_snapshots": frozenset({"dst"}),
+        "advance": frozenset({"parity", "pending", "epoch"}),
+        "flush": FOLDED_BUFFERS,
     }[label]
 
 
@@ -57,14 +64,14 @@ class Inspection:
     broken: tuple[str, ...]
 
 
-def inspect(variant: CompiledVariant, label: str, record: str) -> Inspection | None:
+def inspect(variant: CompiledVariant, label: str, record: str, pending: bool = False) -> Inspection | None:
     """Look into one compiled kernel; None for a target without PTX."""
     if "ptx" not in variant.asm:
         return None
     flow = memory_flow(variant)
     pdl = bool(variant.options.get("launch_pdl", False))
     ready = INDICES if variant.constexprs.get("INDICES_READY") else frozenset[str]()
-    broken = broken_rules(flow, expected_stores(label, record), pdl=pdl, ready=ready)
+    broken = broken_rules(flow, expected_stores(label, record, pending), pdl=pdl, ready=ready)
     if pdl and flow.waits:
         broken += _moved_loads(sass_opcodes(sass_of(variant)), flow)
     early = {name for access in flow.early_loads for name in access.arguments}

@@ -1,4 +1,4 @@
-"""Which configurations are compiled ahead of time, as data, and how each one is asked for.
+"""Which configurations are compiled ahead of time, as data.
 
 One spec is one call of a public op on small CPU tensors; an unfused verify compiles two kernels. The set covers every
 kernel, record, gate, weight type, bias and head size on sm90 and the defaults on every other target; it is kept small
@@ -7,25 +7,10 @@ enough that checking all of it takes about two minutes on two cores.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from kda_kernels import (
-    KdaShape,
-    LaunchConfig,
-    LayerParams,
-    LayerState,
-    Ring,
-    Snapshots,
-    fold,
-    new_error_counts,
-    scatter_conv,
-    scatter_snapshots,
-    verify_fused,
-    verify_unfused,
-)
+from kda_kernels import LaunchConfig
 from kda_kernels.aot import TARGETS
 from kda_kernels.defaults import (
     FEW_HEADS,
@@ -36,13 +21,13 @@ from kda_kernels.defaults import (
     MANY_HEADS,
     MANY_HEADS_LONG_DRAFT,
     MANY_HEADS_STATE_FIRST,
-    PORTABLE,
     PORTABLE_LONG_CHUNK,
     SOME_HEADS,
     SOME_HEADS_STATE_FIRST,
 )
+from kda_tooling.compiling.calls import call
 
-KERNELS = ("conv", "recurrence", "fused", "fold", "scatter_conv", "scatter_snapshots")
+KERNELS = ("conv", "recurrence", "fused", "fold", "scatter_conv", "scatter_snapshots", "advance", "flush")
 """Kernels by the name that the report, the budget and ``--kernel`` use."""
 
 _LABELS = {
@@ -55,10 +40,9 @@ _LABELS = {
     ("fold", "fold_gluon_kernel"): "fold",
     ("scatter_conv", "scatter_kernel"): "scatter_conv",
     ("scatter_snapshots", "scatter_kernel"): "scatter_snapshots",
+    ("advance", "advance_kernel"): "advance",
+    ("flush", "flush_kernel"): "flush",
 }
-
-_SLOTS, _BATCH, _LAYERS = 4, 2, 2
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -83,6 +67,7 @@ class CompileSpec:
         indices_ready: slots and rows are declared ready before the PDL wait.
         ragged: with ``starts``.
         tree: verify with ``parents``; a commit by ``last_steps``.
+        pending: verify that folds what is pending first.
     """
 
     op: str
@@ -102,6 +87,7 @@ class CompileSpec:
     indices_ready: bool = False
     ragged: bool = False
     tree: bool = False
+    pending: bool = False
 
     @property
     def name(self) -> str:
@@ -114,14 +100,15 @@ class CompileSpec:
         parts += ["track" if self.track else "", "rows" if self.rows else "", "nopdl" if self.pdl is False else ""]
         parts += ["chunked" if self.chunked else "", "ready" if self.indices_ready else ""]
         parts += ["ragged" if self.ragged else "", "tree" if self.tree else ""]
+        parts += ["pending" if self.pending else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Kernels of `KERNELS` that this spec reports."""
         own = tuple(dict.fromkeys(label for (op, _), label in _LABELS.items() if op == self.op))
-        # The conv kernel knows nothing of the record or the state tile: it is reported with the ring and the default.
-        reports_conv = self.record == "ring" and self.config is None
+        # The conv kernel knows nothing of record, state tile or what is pending: it is reported once, without.
+        reports_conv = self.record == "ring" and self.config is None and not self.pending
         return tuple(label for label in own if label != "conv" or reports_conv)
 
     def label_of(self, kernel: str) -> str:
@@ -130,13 +117,7 @@ class CompileSpec:
 
     def call(self) -> None:
         """Call the op with small CPU tensors; inside `kda_kernels.aot.capture` this compiles its kernels."""
-        {"fold": _call_fold, "scatter_conv": _call_scatter, "scatter_snapshots": _call_scatter}.get(
-            self.op, _call_verify
-        )(self)
-
-
-def _shape(spec: CompileSpec) -> KdaShape:
-    return KdaShape(*spec.heads, spec.head_dim, spec.head_dim)
+        call(self)
 
 
 def _config_name(config: LaunchConfig | None) -> str:
@@ -145,108 +126,6 @@ def _config_name(config: LaunchConfig | None) -> str:
     rows = "" if config.rows_per_thread is None else f"r{config.rows_per_thread}"
     flags = ("e" if config.state_first else "") + ("p" if config.prefetch else "")
     return f"v{config.block_v}w{config.num_warps}{rows}{flags}"
-
-
-def _config(spec: CompileSpec) -> LaunchConfig:
-    return replace(spec.config or PORTABLE, pdl=spec.pdl)
-
-
-def _call_verify(spec: CompileSpec) -> None:
-    shape, dtype, steps = _shape(spec), _DTYPES[spec.dtype], spec.draft_tokens
-    tokens, (_, hv), k = _BATCH * steps, spec.heads, spec.head_dim
-    weight = torch.float32 if spec.fp32_weight else dtype
-    params = LayerParams(
-        conv_weight=torch.zeros(shape.conv_dim, 4, dtype=weight),
-        conv_bias=torch.zeros(shape.conv_dim, dtype=weight) if spec.bias else None,
-        A_log=torch.zeros(hv),
-        dt_bias=torch.zeros(hv * k),
-        lower_bound=-5.0 if spec.safe_gate else None,
-    )
-    record: Ring | Snapshots
-    if spec.record == "ring":
-        record = Ring.allocate(shape, slots=_SLOTS, length=steps, dtype=dtype, device="cpu")
-    else:
-        record = Snapshots.allocate(shape, rows=_BATCH, steps=steps, device="cpu")
-    op = verify_fused if spec.op == "verify_fused" else verify_unfused
-    op(
-        torch.zeros(tokens, shape.conv_dim, dtype=dtype),
-        torch.zeros(tokens, hv * k, dtype=dtype),
-        torch.zeros(tokens, hv, dtype=dtype),
-        shape=shape,
-        params=params,
-        state=LayerState.allocate(shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=dtype, device="cpu"),
-        record=record,
-        slots=torch.arange(_BATCH, dtype=torch.int32),
-        draft_tokens=steps,
-        rows=_rows(spec),
-        config=_config(spec),
-        errors=new_error_counts("cpu"),
-        form="chunked" if spec.chunked else "recurrent",
-        indices_ready=spec.indices_ready,
-        **_batch(spec),
-    )
-
-
-def _batch(spec: CompileSpec) -> dict[str, Any]:
-    """``starts`` and ``parents`` of a batch that is no chains of one length."""
-    found = {}
-    if spec.ragged:
-        found["starts"] = torch.arange(_BATCH + 1, dtype=torch.int32) * spec.draft_tokens
-    if spec.tree:
-        found["parents"] = (torch.arange(spec.draft_tokens, dtype=torch.int32) - 1).repeat(_BATCH, 1)
-    return found
-
-
-def _rows(spec: CompileSpec) -> torch.Tensor | None:
-    return torch.arange(_BATCH, dtype=torch.int32) if spec.rows else None
-
-
-def _tracking(spec: CompileSpec) -> dict[str, torch.Tensor]:
-    if not spec.track:
-        return {}
-    return {
-        "track_slots": torch.full((_BATCH,), -1, dtype=torch.int32),
-        "track_steps": torch.zeros(_BATCH, dtype=torch.int32),
-    }
-
-
-def _call_fold(spec: CompileSpec) -> None:
-    shape, steps = _shape(spec), spec.draft_tokens
-    ring = Ring.allocate(shape, slots=_SLOTS, length=steps, dtype=_DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS)
-    fold(
-        torch.zeros(_LAYERS, _SLOTS, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
-        ring,
-        shape=shape,
-        slots=torch.arange(_BATCH, dtype=torch.int32),
-        accept_lens=torch.ones(_BATCH, dtype=torch.int32),
-        draft_tokens=steps,
-        config=_config(spec),
-        errors=new_error_counts("cpu"),
-        starts=_batch(spec).get("starts"),
-        **_tracking(spec),
-    )
-
-
-def _call_scatter(spec: CompileSpec) -> None:
-    shape, steps = _shape(spec), spec.draft_tokens
-    state = LayerState.allocate(
-        shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=_DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS
-    )
-    common: dict[str, Any] = {
-        "slots": torch.arange(_BATCH, dtype=torch.int32),
-        "last_steps" if spec.tree else "accept_lens": torch.ones(_BATCH, dtype=torch.int32),
-        "draft_tokens": steps,
-        "starts": _batch(spec).get("starts"),
-        "rows": _rows(spec),
-        "errors": new_error_counts("cpu"),
-        "pdl": spec.pdl,
-        **_tracking(spec),
-    }
-    if spec.op == "scatter_conv":
-        scatter_conv(state.conv_state, state.conv_window, **common)
-    else:
-        snapshots = Snapshots.allocate(shape, rows=_BATCH, steps=steps, device="cpu", num_layers=_LAYERS)
-        scatter_snapshots(state.ssm_state, snapshots, **common)
 
 
 def _verify_specs(record: str, **knobs: Any) -> list[CompileSpec]:
@@ -266,6 +145,9 @@ _EVERYWHERE = [
     CompileSpec("fold"),
     CompileSpec("scatter_conv"),
     CompileSpec("scatter_snapshots"),
+    *_verify_specs("ring", pending=True),
+    CompileSpec("advance"),
+    CompileSpec("flush"),
 ]
 
 _NVIDIA = [
@@ -274,7 +156,39 @@ _NVIDIA = [
     CompileSpec("verify_fused", "snapshots", config=MANY_HEADS_STATE_FIRST),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS, chunked=True),
     CompileSpec("fold", config=FOLD_SHORT),
+    CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, pending=True),
 ]
+
+_PENDING = [
+    *_verify_specs("ring", config=FEW_HEADS, pending=True),
+    CompileSpec("verify_unfused", "ring", config=MANY_HEADS_STATE_FIRST, pending=True),
+    *(
+        CompileSpec("verify_fused", "ring", draft_tokens=tokens, config=config, pending=True, **knobs)
+        for tokens, config, knobs in (
+            (4, LONE_HEADS, {"indices_ready": True}),
+            (4, SOME_HEADS, {}),
+            (8, LONE_HEADS, {}),
+            (8, FEW_HEADS_LONG_DRAFT, {}),
+            (8, SOME_HEADS, {}),
+            (8, MANY_HEADS_LONG_DRAFT, {}),
+            (4, FEW_HEADS, {"chunked": True}),
+            (4, MANY_HEADS, {"chunked": True}),
+            (4, MANY_HEADS_STATE_FIRST, {"chunked": True}),
+            (8, LONE_HEADS, {"chunked": True}),
+            (8, SOME_HEADS_STATE_FIRST, {"chunked": True}),
+            (8, MANY_HEADS_LONG_DRAFT, {"chunked": True}),
+            (8, MANY_HEADS, {"chunked": True}),
+            (8, None, {}),
+            (4, None, {"chunked": True}),
+            (4, FEW_HEADS, _OTHER),
+        )
+    ),
+    CompileSpec("verify_unfused", "ring", ragged=True, pending=True),
+    CompileSpec("advance", track=True, ragged=True),
+    CompileSpec("flush", draft_tokens=8, track=True),
+    CompileSpec("flush", head_dim=64, dtype="fp16"),
+]
+"""Fold on verify: the configurations that `kda_kernels.defaults` names for T = 4 and 8, in both forms."""
 
 _SM90 = [
     *_verify_specs("ring", config=SOME_HEADS),
@@ -331,7 +245,9 @@ _SM90 = [
 ]
 
 SPECS: dict[str, tuple[CompileSpec, ...]] = {
-    name: tuple(_EVERYWHERE + (_NVIDIA if target.backend == "cuda" else []) + (_SM90 if name == "sm90" else []))
+    name: tuple(
+        _EVERYWHERE + (_NVIDIA if target.backend == "cuda" else []) + (_SM90 + _PENDING if name == "sm90" else [])
+    )
     for name, target in TARGETS.items()
 }
 """Target -> what is compiled for it."""
