@@ -25,8 +25,10 @@ from kda_kernels import (
 from kda_kernels.defaults import (
     FEW_HEADS,
     FEW_HEADS_LONG_DRAFT,
+    FEW_HEADS_UNFUSED,
     LONE_HEADS,
     MANY_HEADS,
+    MANY_HEADS_CAPPED,
     MANY_HEADS_LONG_DRAFT,
     MANY_HEADS_STATE_FIRST,
     PORTABLE,
@@ -133,10 +135,9 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     shape, narrow = KdaShape(8, 8, 128, 128), KdaShape(8, 8, 128, 64)
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
 
-    def chosen(draft_tokens: int, *batches: int, form: str = "recurrent", ready: bool = False) -> list[LaunchConfig]:
+    def chosen(draft_tokens: int, *batches: int, ready: bool = False, **kind: Any) -> list[LaunchConfig]:
         return [
-            default_verify_config(shape, batch, draft_tokens, device, form=form, indices_ready=ready)
-            for batch in batches
+            default_verify_config(shape, batch, draft_tokens, device, indices_ready=ready, **kind) for batch in batches
         ]
 
     assert chosen(4, 1, 8, 9, 16, 17, 256) == [FEW_HEADS] * 2 + [SOME_HEADS] * 2 + [MANY_HEADS_STATE_FIRST] * 2
@@ -147,6 +148,18 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     assert chosen(4, 8, 9, 25, form="chunked") == [FEW_HEADS, MANY_HEADS, MANY_HEADS_STATE_FIRST]
     assert chosen(8, 8, 16, 17, form="chunked") == [SOME_HEADS_STATE_FIRST, MANY_HEADS_LONG_DRAFT, MANY_HEADS]
     assert chosen(9, 1, 64, form="chunked") == [PORTABLE_LONG_CHUNK] * 2
+    unfused = {"fused": False}
+    assert chosen(4, 2, 3, 9, 17, ready=True, **unfused) == [
+        LONE_HEADS, FEW_HEADS_UNFUSED, SOME_HEADS_STATE_FIRST, MANY_HEADS_STATE_FIRST
+    ]  # fmt: skip
+    assert chosen(8, 2, 3, 17, **unfused) == [LONE_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS_STATE_FIRST]
+    assert chosen(4, 8, 64, form="chunked", **unfused) == chosen(4, 8, 64, form="chunked")
+    pending = {"pending": True}
+    assert chosen(4, 1, 16, 17, ready=True, **pending) == [FEW_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS_CAPPED]
+    assert chosen(8, 16, 17, **pending) == [MANY_HEADS_LONG_DRAFT] * 2
+    assert chosen(4, 16, 17, form="chunked", **pending) == [FEW_HEADS, MANY_HEADS]
+    assert chosen(8, 16, 17, form="chunked", **pending) == [MANY_HEADS, MANY_HEADS_LONG_DRAFT]
+    assert chosen(8, 16, fused=False, pending=True) == chosen(8, 16, pending=True)
     assert default_verify_config(narrow, 64, 8, device) == SOME_HEADS
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("hip", 942))
     assert default_verify_config(shape, 64, 8, device) == PORTABLE

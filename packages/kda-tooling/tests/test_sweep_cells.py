@@ -288,19 +288,27 @@ def test_a_sweep_visits_every_cell_and_can_be_stored(
 
 def test_every_variant_that_may_differ_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def default(
-        shape: KdaShape, batch: int, draft_tokens: int, device: torch.device, *, form: str, indices_ready: bool
+        shape: KdaShape, batch: int, draft_tokens: int, device: torch.device, *, fused: bool, **_: object
     ) -> LaunchConfig:
-        return LaunchConfig(32 if batch < 16 else 64)
+        return LaunchConfig(32 if batch < (16 if fused else 64) else 64)
 
     monkeypatch.setattr(warmup, "default_verify_config", default)
     settings = SweepSettings(batch_sizes=(4, 8, 16, 64), draft_tokens=(3, 8))
     ours, swept = our_arms(settings.shape, ("fused+ring",), sweep_configs=True)[:2]
+    unfused = our_arms(settings.shape, ("unfused+ring",), sweep_configs=False)[0]
     peer = dataclasses.replace(ours, owner="sglang")
-    jobs = warmup.compile_jobs(settings, {3: [ours, swept, peer], 8: [ours, swept]}, device="cpu")
+    jobs = warmup.compile_jobs(settings, {3: [ours, swept, peer], 8: [ours, swept, unfused]}, device="cpu")
     assert len(set(jobs)) == len(jobs)
     found = {key: {b for t, b, index in jobs if (t, index) == key} for key in dict.fromkeys((t, i) for t, _, i in jobs)}
     # Ours where the default configuration changes, a named one once, a peer's at each batch size.
-    assert found == {(3, 0): {4, 16}, (3, 1): {4}, (3, 2): {4, 8, 16, 64}, (8, 0): {4, 16}, (8, 1): {4}}
+    assert found == {
+        (3, 0): {4, 16},
+        (3, 1): {4},
+        (3, 2): {4, 8, 16, 64},
+        (8, 0): {4, 16},
+        (8, 1): {4},
+        (8, 2): {4, 64},
+    }
 
 
 @pytest.mark.parametrize("failing", [None, 1])

@@ -30,17 +30,35 @@ MANY_HEADS = LaunchConfig(64, 4, rows_per_thread=4)
 MANY_HEADS_STATE_FIRST = replace(MANY_HEADS, state_first=True)
 MANY_HEADS_LONG_DRAFT = LaunchConfig(128, 8, rows_per_thread=4, max_registers=128)
 
-_RECURRENT: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    3: ((192, FEW_HEADS), (0, MANY_HEADS)),
-    4: ((64, FEW_HEADS), (132, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
-    0: ((16, LONE_HEADS), (64, FEW_HEADS_LONG_DRAFT), (132, SOME_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
-}
-_CHUNKED: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((64, FEW_HEADS), (132, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
-    0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (132, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
+MANY_HEADS_CAPPED = replace(MANY_HEADS, max_registers=128)
+FEW_HEADS_UNFUSED = LaunchConfig(32, 8, rows_per_thread=1)
+
+_BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
+    "fused recurrent": {
+        3: ((192, FEW_HEADS), (0, MANY_HEADS)),
+        4: ((64, FEW_HEADS), (132, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+        0: ((16, LONE_HEADS), (64, FEW_HEADS_LONG_DRAFT), (132, SOME_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
+    },
+    "fused chunked": {
+        4: ((64, FEW_HEADS), (132, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+        0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (132, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
+    },
+    "unfused recurrent": {
+        4: ((16, LONE_HEADS), (64, FEW_HEADS_UNFUSED), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS_STATE_FIRST)),
+        0: ((16, LONE_HEADS), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS_STATE_FIRST)),
+    },
+    "fused recurrent, pending": {
+        4: ((64, FEW_HEADS), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS_CAPPED)),
+        0: ((16, LONE_HEADS), (64, FEW_HEADS_LONG_DRAFT), (0, MANY_HEADS_LONG_DRAFT)),
+    },
+    "fused chunked, pending": {
+        4: ((132, FEW_HEADS), (0, MANY_HEADS)),
+        0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (132, MANY_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
+    },
 }
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
-measured batch sizes; past 132, eight-warp programs of half a head, two to an SM, need a second wave on 132 SMs."""
+measured batch sizes; past 132, eight-warp programs of half a head, two to an SM, need a second wave on 132 SMs. What
+was not measured on its own (unfused chunked, unfused with a pending fold) goes by the fused lane's."""
 
 
 def default_verify_config(
@@ -52,10 +70,13 @@ def default_verify_config(
     form: str = "recurrent",
     indices_ready: bool = False,
     chains: bool = True,
+    fused: bool = True,
+    pending: bool = False,
 ) -> LaunchConfig:
     """Configuration of a verify of ``batch`` requests of ``draft_tokens`` tokens on ``device``.
 
-    ``chains=False``: a ragged or tree batch, which only the portable kernel takes.
+    ``chains=False``: a ragged or tree batch, which only the portable kernel takes. ``pending``: it also folds the last
+    round.
     """
     backend = current_target(device)[0]
     if backend == "interpreter":
@@ -64,9 +85,10 @@ def default_verify_config(
     if backend != "cuda" or long_chunk or not chains:
         return PORTABLE_LONG_CHUNK if long_chunk else PORTABLE
     heads = batch * shape.num_v_heads
-    if indices_ready and draft_tokens == 4 and heads <= 16:
+    if fused and not pending and indices_ready and draft_tokens == 4 and heads <= 16:
         return LONE_HEADS
-    by_tokens = _CHUNKED if form == "chunked" else _RECURRENT
+    own, of_fused = (f"{lane} {form}{', pending' if pending else ''}" for lane in ("unfused", "fused"))
+    by_tokens = _BY_HEADS.get(of_fused if fused else own, _BY_HEADS[of_fused])
     by_heads = next(choices for most, choices in by_tokens.items() if draft_tokens <= most or not most)
     config = next(config for most, config in by_heads if heads <= most or not most)
     return SOME_HEADS if config.block_v > shape.head_v_dim else config

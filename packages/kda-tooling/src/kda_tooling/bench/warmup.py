@@ -46,20 +46,21 @@ def compile_jobs(
     batches = sorted(settings.batch_sizes)
     jobs = []
     for draft_tokens, cell in arms.items():
-        smallest: dict[tuple[str, LaunchConfig], int] = {}
-        for batch in batches:
-            for form in settings.forms:
-                chosen = default_verify_config(
-                    settings.shape, batch, draft_tokens, where, form=form, indices_ready=settings.indices_ready
-                )
-                smallest.setdefault((form, chosen), batch)
         for index, arm in enumerate(cell):
             if arm.owner != OURS:
                 sizes = batches
             elif arm.config is not None:
                 sizes = batches[:1]
             else:
-                sizes = [batch for (form, _), batch in smallest.items() if form == arm.form]
+                smallest: dict[LaunchConfig, int] = {}
+                for batch in batches:
+                    chosen = default_verify_config(
+                        settings.shape, batch, draft_tokens, where, form=arm.form,
+                        indices_ready=settings.indices_ready, fused=arm.lane.startswith("fused"),
+                        pending=arm.fold_on_verify,
+                    )  # fmt: skip
+                    smallest.setdefault(chosen, batch)
+                sizes = list(smallest.values())
             jobs += [(draft_tokens, batch, index) for batch in sizes]
     return jobs
 

@@ -15,6 +15,7 @@ from kda_kernels.aot import TARGETS
 from kda_kernels.defaults import (
     FEW_HEADS,
     FEW_HEADS_LONG_DRAFT,
+    FEW_HEADS_UNFUSED,
     FOLD_LONG,
     FOLD_SHORT,
     LONE_HEADS,
@@ -193,7 +194,13 @@ _PENDING = [
 _SM90 = [
     *_verify_specs("ring", config=SOME_HEADS),
     *_verify_specs("snapshots", config=SOME_HEADS),
+    CompileSpec("verify_unfused", "ring", config=LONE_HEADS),
+    CompileSpec("verify_unfused", "ring", config=FEW_HEADS_UNFUSED),
+    CompileSpec("verify_unfused", "ring", config=SOME_HEADS_STATE_FIRST),
     CompileSpec("verify_unfused", "ring", config=MANY_HEADS_STATE_FIRST),
+    CompileSpec("verify_unfused", "ring", draft_tokens=8, config=LONE_HEADS),
+    CompileSpec("verify_unfused", "ring", draft_tokens=8, config=SOME_HEADS_STATE_FIRST),
+    CompileSpec("verify_unfused", "ring", draft_tokens=8, config=MANY_HEADS_STATE_FIRST),
     *_verify_specs("ring", draft_tokens=3, config=MANY_HEADS),
     CompileSpec("verify_fused", "ring", config=LONE_HEADS, indices_ready=True),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=LONE_HEADS),
