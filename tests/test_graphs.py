@@ -18,6 +18,9 @@ DEVICE = "cuda"
 SHAPE = KdaShape(num_heads=2, num_v_heads=4)
 LAYERS, SLOTS, BATCH, STEPS = 2, 7, 4, 4
 CASES = [*((lane, "recurrent") for lane in LANES), ("fused+ring", "chunked"), (None, "recurrent")]
+FOLDING = [(lane, form) for lane, form in CASES if lane is None or lane_mode(lane) == "ring"]
+EVERY = [*((*case, False) for case in CASES), *((*case, True) for case in FOLDING)]
+"""Lane, form, and whether the pool folds on verify."""
 
 # (slots, accept lengths) of rounds that one captured graph runs: other slots, rows that are padded, accepts 0 and T
 ROUNDS = [
@@ -33,7 +36,7 @@ ROUNDS = [
 class Engine:
     """A pool and the static buffers of a round, always the same at first."""
 
-    def __init__(self, lane: str | None, form: str) -> None:
+    def __init__(self, lane: str | None, form: str, folding: bool = False) -> None:
         self.lane, self.form = lane, form
         generator = torch.Generator().manual_seed(11)
 
@@ -50,7 +53,7 @@ class Engine:
         ]  # fmt: skip
         self.pool = StatePool(
             SHAPE, num_layers=LAYERS, num_slots=SLOTS, max_batch=BATCH, draft_tokens=STEPS,
-            mode="ring" if lane is None else lane_mode(lane), device=DEVICE,
+            mode="ring" if lane is None else lane_mode(lane), device=DEVICE, fold_on_verify=folding,
         )  # fmt: skip
         self.pool.conv_state.copy_(normal(*self.pool.conv_state.shape))
         self.pool.ssm_state.copy_(normal(*self.pool.ssm_state.shape, dtype=fp32))
@@ -85,7 +88,7 @@ class Engine:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a round may write."""
         pool = self.pool
-        groups = {**vars(pool.state), **vars(pool.record)}
+        groups = {**vars(pool.state), **vars(pool.record), **({} if pool.pending is None else vars(pool.pending))}
         return groups | {"errors": pool.errors}
 
     def warm_up(self) -> None:
@@ -157,9 +160,65 @@ def test_replays_have_the_bits_of_eager_rounds(lane: str | None, form: str, laun
     assert graphed.pool.error_summary() is None
 
 
-@pytest.mark.parametrize(("lane", "form"), CASES)
-def test_faults_that_a_replay_meets_are_counted_and_touch_nothing(lane: str | None, form: str) -> None:
-    engine = Engine(lane, form)
+@pytest.mark.parametrize(("lane", "form"), FOLDING)
+@pytest.mark.parametrize("launches", ["ordinary", "known"])
+def test_rounds_that_fold_on_verify_have_the_bits_of_eager_ones_and_of_a_plain_pool(
+    lane: str | None, form: str, launches: str
+) -> None:
+    """Everything that a round writes beside eager rounds; outputs, conv and flushed states beside a pool without."""
+    graphed, eager, plain = Engine(lane, form, folding=True), Engine(lane, form, folding=True), Engine(lane, form)
+    for engine in (graphed, eager, plain):
+        engine.warm_up()
+    if launches == "ordinary":
+        _replay.forget()
+    replay, outs = captured(graphed)
+    for number, (slots, accept_lens) in enumerate(ROUNDS):
+        for engine in (graphed, eager, plain):
+            engine.load(number, slots, accept_lens)
+        replay()
+        eager_outs, plain_outs = eager.round(), plain.round()
+        for layer, out in enumerate(outs):
+            assert_same_bits(out, eager_outs[layer], f"output of layer {layer} in round {number}")
+            assert_same_bits(out, plain_outs[layer], f"output of layer {layer} of the plain pool in round {number}")
+        for name, tensor in graphed.tensors().items():
+            assert_same_bits(tensor, eager.tensors()[name], f"{name} in round {number}")
+        assert_same_bits(graphed.pool.conv_state, plain.pool.conv_state, f"conv states in round {number}")
+        if number in (2, len(ROUNDS) - 1):  # the graph goes on from states that another launch brought up to date
+            assert not torch.equal(graphed.pool.ssm_state, plain.pool.ssm_state), "something must be pending"
+            for engine in (graphed, eager):
+                engine.pool.flush()
+            assert_same_bits(graphed.pool.ssm_state, plain.pool.ssm_state, f"flushed states in round {number}")
+    assert graphed.pool.error_summary() is None
+
+
+@pytest.mark.parametrize(("lane", "form"), FOLDING)
+def test_bookkeeping_that_cannot_be_is_met_by_a_replay_as_padding(lane: str | None, form: str) -> None:
+    engine = Engine(lane, form, folding=True)
+    engine.warm_up()
+    replay, outs = captured(engine)
+    engine.load(0, *ROUNDS[0])
+    replay()
+    engine.pool.pending.pending[2] = STEPS + 1
+    engine.pool.pending.parity[0] = -1
+    before = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    engine.load(1, [2, 0, 5, -1], [2, 2, 0, 0])
+    replay()
+    for name, tensor in engine.tensors().items():
+        if name in ("raw_v", "raw_k", "g", "beta"):
+            for bank in (0, SLOTS):
+                assert_same_bits(tensor[:, [bank, bank + 2]], before[name][:, [bank, bank + 2]], name)
+        elif name in ("ssm_state", "folded"):
+            assert_same_bits(tensor[:, [0, 2]], before[name][:, [0, 2]], name)
+        elif name in ("parity", "pending", "epoch"):
+            assert_same_bits(tensor, before[name], name)
+    assert not outs[0][: 2 * STEPS].any()
+    assert outs[0][2 * STEPS : 3 * STEPS].any()
+    assert engine.pool.errors[ErrorKind.ACCEPT] == 4  # two rows, by verify and by commit
+
+
+@pytest.mark.parametrize(("lane", "form", "folding"), EVERY)
+def test_faults_that_a_replay_meets_are_counted_and_touch_nothing(lane: str | None, form: str, folding: bool) -> None:
+    engine = Engine(lane, form, folding)
     engine.warm_up()
     replay, outs = captured(engine)
     before = {name: tensor.clone() for name, tensor in engine.tensors().items()}
@@ -174,10 +233,12 @@ def test_faults_that_a_replay_meets_are_counted_and_touch_nothing(lane: str | No
     assert "slot: 4" in engine.pool.error_summary()
 
 
-@pytest.mark.parametrize(("lane", "form"), CASES)
+@pytest.mark.parametrize(("lane", "form", "folding"), EVERY)
 @pytest.mark.parametrize("launches", ["ordinary", "known"])
-def test_a_round_waits_for_nothing_and_allocates_the_outputs_only(lane: str | None, form: str, launches: str) -> None:
-    engine = Engine(lane, form)
+def test_a_round_waits_for_nothing_and_allocates_the_outputs_only(
+    lane: str | None, form: str, folding: bool, launches: str
+) -> None:
+    engine = Engine(lane, form, folding)
     engine.warm_up()
     kept = []
     for given, wanted in ((False, LAYERS), (True, 0)):
