@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kda_backend.gate import Cell, CellKey, LaneFigures, Provenance, Table, judged
+from kda_backend.gate import Cell, CellKey, Closed, LaneFigures, Provenance, Table, judged
 from kda_backend.gate.cells import lanes_of
 from kda_kernels import KdaShape, LaunchConfig
 
@@ -19,6 +19,8 @@ PROVENANCE = Provenance(
     command="kda tune --heads 8 --hv-heads 8", git_sha="0123456789ab", date="2026-11-29", gpu=H200, driver="580.1",
     torch="2.11.0", triton="3.6.0", timing="CUDA-graph replays, L2-cold", margin=0.02, passes=2,
 )  # fmt: skip
+
+CLOSED = Closed("history.json", ("aaa", "bbb"), (2.0, 2.1), (2.2, 2.3), "2026-11-29")
 
 
 def a_key(**changes: Any) -> CellKey:

@@ -103,9 +103,11 @@ def choose_lane(
     if form not in FORMS:
         raise ValueError(f"form must be one of {FORMS}, got {form!r}")
     unfused, fused = ("unfused+ring", "fused+ring") if mode == "ring" else ("unfused", "fused")
-    if (why := _no_kernels(target)) is not None:
+    if (why := no_kernels_reason(target)) is not None:
         return LaneChoice(REFERENCE_LANE, None, f"{REFERENCE_LANE}: {why}")
-    why = _not_fused(shape, mode, draft_tokens, form, ragged, tree, record)
+    why = not_fused_reason(mode, draft_tokens, form, ragged, tree)
+    if why is None and record is not None:
+        why = record_reason(record, shape, mode, draft_tokens)
     if why is not None:
         return LaneChoice(unfused, None, f"{unfused}: {fused} cannot take this, {why}")
     if mode == "ring" and batch == 1 and target.backend == "cuda" and target.arch in FUSED_ARCHS:
@@ -116,7 +118,7 @@ def choose_lane(
     )  # fmt: skip
 
 
-def _no_kernels(target: Target) -> str | None:
+def no_kernels_reason(target: Target) -> str | None:
     """Why no kernel can run on ``target``, or None."""
     if target.backend == "cuda":
         if target.arch < OLDEST_ARCH:
@@ -130,16 +132,8 @@ def _no_kernels(target: Target) -> str | None:
     )
 
 
-def _not_fused(
-    shape: KdaShape,
-    mode: str,
-    draft_tokens: int,
-    form: str,
-    ragged: bool,
-    tree: bool,
-    record: Ring | Snapshots | None,
-) -> str | None:
-    """Why the fused lane of ``mode`` cannot take the verify, or None."""
+def not_fused_reason(mode: str, draft_tokens: int, form: str, ragged: bool, tree: bool) -> str | None:
+    """Why the fused lane of ``mode`` cannot take such a verify, or None. Arguments as `choose_lane`."""
     if tree:
         return "its kernel takes chains, these tokens have parents (a tree)"
     if ragged:
@@ -149,10 +143,10 @@ def _not_fused(
             return "form='chunked' never computes the states that snapshots hold"
         if draft_tokens > MAX_CHUNKED_TOKENS:
             return f"form='chunked' takes up to {MAX_CHUNKED_TOKENS} draft tokens, got {draft_tokens}"
-    return None if record is None else _record_reason(record, shape, mode, draft_tokens)
+    return None
 
 
-def _record_reason(record: Ring | Snapshots, shape: KdaShape, mode: str, draft_tokens: int) -> str | None:
+def record_reason(record: Ring | Snapshots, shape: KdaShape, mode: str, draft_tokens: int) -> str | None:
     """What is wrong with a layer's ring or snapshots, or None."""
     if isinstance(record, Ring) != (mode == "ring"):
         return f"mode={mode!r} needs {'a Ring' if mode == 'ring' else 'Snapshots'}, got {type(record).__name__}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from kda_backend.commit import commit_layers
-from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, LaneChoice, Target, choose_lane, lane_mode
+from kda_backend.gate import Decision, option_name
+from kda_backend.gate.pooled import PoolGate
+from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, lane_mode
 from kda_backend.rounds import Round
 from kda_backend.slots import check_int
 from kda_backend.storage import SlotStorage
@@ -125,7 +128,8 @@ class StatePool(SlotStorage):
                 [N, ..] with at most max_batch * draft_tokens rows.
             params: the layer's parameters.
             lane: one of `LANES` that fits the pool's mode, or "reference" (plain torch); None takes `lane_choice`.
-            config: launch configuration; None takes that of `lane_choice`, or the kernels' default.
+            config: launch configuration; None takes that of `lane_choice` if that named the lane, or else the kernels'
+                default.
             out: [B*T, HV, V] to write into.
             form: "recurrent", or "chunked" (mode "ring", at most 16 draft tokens): outputs within rounding of plain
                 decoding's and no longer equal to them; the states that `commit` leaves are equal, given equal inputs.
@@ -141,8 +145,8 @@ class StatePool(SlotStorage):
         current = self._current_round()
         check_int("layer", layer, 0, self.num_layers - 1)
         if lane is None:
-            choice = self.lane_choice(form)
-            lane, config = choice.lane, config or choice.config
+            choice = self.lane_choice(form, safe_gate=getattr(params, "lower_bound", None) is not None)
+            lane, config = choice.lane, config or choice.launch
         if lane not in (lanes := _ALLOWED[self.mode]):
             raise ValueError(f"lane must be one of {lanes} in a pool of mode {self.mode!r}, got {lane!r}")
         state, record, pending = self._layers[layer]
@@ -162,21 +166,37 @@ class StatePool(SlotStorage):
         current.reference |= lane == REFERENCE_LANE
         return result
 
-    def lane_choice(self, form: str = "recurrent") -> LaneChoice:
-        """The lane that `verify` takes in the open round if the caller names none, and why; see `choose_lane`.
+    def lane_choice(self, form: str = "recurrent", *, safe_gate: bool = True) -> Decision:
+        """The lane that `verify` takes in the open round if the caller names none, its launch configuration, and why.
+
+        By the dispatch gate (`kda_backend.gate.decide`, docs/gate.md), asked once per batch size and draft length.
+
+        Args:
+            form: that of `verify`.
+            safe_gate: whether the layer has a lower bound.
 
         Raises:
             RuntimeError: no round was begun.
-            ValueError: the form is unknown.
+            ValueError: the form is unknown, or the environment forces a lane that this round cannot take.
         """
         current = self._current_round()
-        if not isinstance(form, str) or form not in current.choices:
-            current.choices[form] = choose_lane(
-                self.shape, mode=self.mode, batch=current.slots.shape[0], draft_tokens=current.draft_tokens,
-                target=Target.of(self.device), form=form, ragged=current.starts is not None,
-                tree=current.parents is not None,
+        try:
+            return current.choices[form, safe_gate]
+        except (KeyError, TypeError):  # TypeError: a form that cannot be hashed is refused by name
+            choice = self._gate.decision(
+                current.slots.shape[0], current.draft_tokens, form, safe_gate=safe_gate,
+                ragged=current.starts is not None, tree=current.parents is not None,
             )  # fmt: skip
-        return current.choices[form]
+            current.choices[form, safe_gate] = choice
+            return choice
+
+    @functools.cached_property
+    def _gate(self) -> PoolGate:
+        """The dispatch gate with everything filled in that is the pool's."""
+        return PoolGate(
+            self.shape, self.mode, self.dtype, self.device,
+            option_name(fold_on_verify=self.pending is not None, compact_window=getattr(self, "compact_window", False)),
+        )  # fmt: skip
 
     def commit(
         self,

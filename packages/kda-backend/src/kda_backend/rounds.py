@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kda_backend.lanes import LaneChoice
+from kda_backend.gate import Decision
 
 
 class Round:
@@ -19,7 +19,7 @@ class Round:
         self.slots, self.draft_tokens, self.starts, self.parents = slots, draft_tokens, starts, parents
         self._stamps = self._stamp()
         self.verified: set[int] = set()
-        self.choices: dict[str, LaneChoice] = {}
+        self.choices: dict[tuple[str, bool], Decision] = {}
         self.reference = False
 
     def changed(self) -> str | None:

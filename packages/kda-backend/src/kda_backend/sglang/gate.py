@@ -1,4 +1,4 @@
-"""SGLang's question whether a verify runs in one fused kernel, answered by our predicate and lane rule."""
+"""SGLang's question whether a verify runs in one fused kernel, answered by our predicate and dispatch gate."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def can_run_fused_chain_verify(
     replayssm_g: torch.Tensor | None,
     replayssm_beta: torch.Tensor | None,
 ) -> bool:
-    """Whether our fused kernel takes this verify and the rule wants it to. Parameters are SGLang's method's.
+    """Whether our fused kernel takes this verify and the dispatch gate wants it to. Parameters are SGLang's method's.
 
     Args:
         self: SGLang's KDAAttnBackend; its fused function becomes ours if it has none.
@@ -70,7 +70,10 @@ def can_run_fused_chain_verify(
         ring = ring_tensors(replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
         heads = layer.num_q_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
         mode = "snapshots" if replayssm_rawv is None else "ring"
-        choice = choose(KdaShape(*heads), mode, tokens // draft_token_num, draft_token_num, mixed_qkv.device)
+        choice = choose(
+            KdaShape(*heads), mode, tokens // draft_token_num, draft_token_num, mixed_qkv.device,
+            dtype=mixed_qkv.dtype, safe_gate=layer.lower_bound is not None,
+        )  # fmt: skip
         if not choice.fused:
             reports.not_chosen(choice.reason)
             return False

@@ -141,7 +141,10 @@ def _verify(
         mixed_qkv, *flat_gates(a, b, mixed_qkv.shape[0], groups.shape.num_v_heads, groups.shape.head_k_dim),
         shape=groups.shape, params=groups.params, state=groups.state, record=groups.record, slots=cache_indices,
         draft_tokens=T, rows=intermediate_state_indices,
-        config=choose(groups.shape, mode, cache_indices.shape[0], T, mixed_qkv.device).config,
+        config=choose(
+            groups.shape, mode, cache_indices.shape[0], T, mixed_qkv.device, dtype=mixed_qkv.dtype,
+            safe_gate=groups.params.lower_bound is not None,
+        ).config,
     )  # fmt: skip
 
 

@@ -1,0 +1,80 @@
+"""From the measured batch sizes of one table to a verdict for any batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kda_backend.gate.cells import Cell, lanes_of
+from kda_backend.gate.table import Table
+
+
+class Bucket(NamedTuple):
+    """The cell that a batch size falls into and the lane there.
+
+    Args:
+        cell: whose launch configurations are taken.
+        lane: the verdict, or None where there is none.
+        said: how it came about.
+    """
+
+    cell: Cell
+    lane: str | None
+    said: str
+
+
+def own_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | None:
+    """By the device's own table: the largest measured B up to ``batch``; between a fused and an unfused one, unfused.
+
+    Above the largest measured B: that one.
+
+    Args:
+        table: whose cells they are.
+        cells: B -> cell, at one T.
+        batch: B.
+    """
+    at = max((b for b in cells if b <= batch), default=None)
+    if at is None:
+        return None
+    cell, lane = cells[at], table.verdict(cells[at])
+    said = f"B={at}: {_figures(cell)}"
+    above = min((b for b in cells if b > batch), default=None)
+    unfused, fused = lanes_of(cell.key.mode)
+    if batch == at or above is None:
+        return Bucket(cell, lane, said if batch == at else f"{said} (the largest measured)")
+    if lane == fused and table.verdict(cells[above]) == unfused:
+        return Bucket(cell, unfused, f"B={batch} lies between B={at}, fused, and B={above}, unfused")
+    return Bucket(cell, lane, said)
+
+
+def other_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | None:
+    """By the table of another device of the architecture: configurations, and a verdict only where neighbours agree.
+
+    The neighbours of a B that was not measured are the measured ones below and above it; of one that was, itself and
+    those beside it. Beyond the largest measured B there is no verdict. Arguments as `own_bucket`.
+    """
+    at = max((b for b in cells if b <= batch), default=None)
+    if at is None:
+        return None
+    above = min((b for b in cells if b > batch), default=None)
+    below = max((b for b in cells if b < at), default=None) if at == batch else None
+    around = [b for b in (below, at, above) if b is not None]
+    verdicts = {table.verdict(cells[b]) for b in around}
+    measured = ", ".join(f"B={b}" for b in around)
+    if len(around) < 2:
+        return Bucket(cells[at], None, f"only {measured} is measured near B={batch}: its configurations, no verdict")
+    if len(verdicts) > 1:
+        return Bucket(cells[at], None, f"{measured} do not agree: their configurations, no verdict")
+    return Bucket(cells[at], verdicts.pop(), f"{measured} agree; B={at}: {_figures(cells[at])}")
+
+
+def _figures(cell: Cell) -> str:
+    """The figures that decided, in words."""
+    what = "round" if cell.decides_by_round else "verify"
+    measured = [
+        f"{lane} {' / '.join(f'{us:g}' for us in cell.deciding(lane))}" if cell.deciding(lane)
+        else f"{lane} not measured ({cell.lanes[lane].why})"
+        for lane in sorted(cell.lanes)
+    ]  # fmt: skip
+    closed = "" if cell.closed is None else f", closed on {cell.closed.date} by {cell.closed.history}"
+    return f"{what} {', '.join(measured)} us{closed}"

@@ -1,0 +1,113 @@
+"""Folders of gate tables: a file is read once per process, and one that is no table is warned about once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kda_backend.gate.files import load_table
+from kda_backend.gate.table import Table, TableError, name_prefix, name_suffix, table_name
+from kda_kernels import KdaShape
+
+logger = logging.getLogger("kda_backend.gate")
+
+PACKAGED = str(Path(__file__).parent / "tables")
+"""The folder of the tables that come with this package."""
+
+MOST_NAMES = 10_000
+"""Names of a folder that are looked at in search of tables of one architecture."""
+
+
+class Lookup(NamedTuple):
+    """What became of a look for a table: the table, or None and what was found instead."""
+
+    table: Table | None
+    said: str
+
+
+class TableFolder:
+    """The tables of a folder, as they were when each was first asked for.
+
+    Args:
+        path: the folder. One that is not there holds no tables; nor does a file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self._read: dict[str, Lookup] = {}
+
+    def exact(self, shape: KdaShape, device_name: str, dtype: str, arch: str) -> Lookup:
+        """The table for exactly this device; ``arch`` is `str` of its `kda_backend.Target`."""
+        name = table_name(shape, device_name, dtype)
+        if not os.path.lexists(self.path / name):
+            return Lookup(None, f"no {name} in {self.path}")
+        found = self._file(name)
+        if found.table is not None and found.table.arch != arch:
+            problem = f"{self.path / name} is for {found.table.arch}, this {device_name} is {arch}"
+            warn_once(problem, "%s: it is left alone", problem)
+            return Lookup(None, problem)
+        return found
+
+    def same_arch(self, shape: KdaShape, device_name: str, dtype: str, arch: str) -> Iterator[Table]:
+        """Tables of other devices of one architecture, by file name."""
+        own, prefix, suffix = table_name(shape, device_name, dtype), name_prefix(shape), name_suffix(dtype)
+        for name in self._names:
+            if name.startswith(prefix) and name.endswith(suffix) and name != own:
+                table = self._file(name).table
+                if table is not None and table.arch == arch:
+                    yield table
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return sorted(entry.name for entry, _ in zip(entries, range(MOST_NAMES), strict=False))
+        except OSError:
+            return []
+
+    def _file(self, name: str) -> Lookup:
+        if name not in self._read:
+            self._read[name] = self._load(self.path / name)
+        return self._read[name]
+
+    @staticmethod
+    def _load(path: Path) -> Lookup:
+        try:
+            table = load_table(path)
+        except TableError as problem:
+            warn_once(str(path), "the gate leaves a table alone that it cannot use: %s", problem)
+            return Lookup(None, f"cannot be used: {problem}")
+        if table.doubts:
+            warn_once(
+                str(path), "%s: %d verdicts are not those of their figures and count as unfused, the first: %s "
+                "(tables are written by kda tune, not by hand)", path, len(table.doubts), table.doubts[0],
+            )  # fmt: skip
+        return Lookup(table, f"read {path}")
+
+
+@functools.lru_cache(maxsize=64)
+def folder(path: str) -> TableFolder:
+    """The folder ``path``, whose files are read once per process."""
+    if path != PACKAGED and not os.path.isdir(path):
+        warn_once(path, "the gate finds no folder of tables at %s", path)
+    return TableFolder(path)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(about: str, message: str, *arguments: object) -> None:
+    """Log a warning, once per process and ``about``."""
+    if about not in _warned:
+        _warned.add(about)
+        logger.warning(message, *arguments)
+
+
+def forget() -> None:
+    """Forget every file read and every warning given: tables are looked up anew."""
+    folder.cache_clear()
+    _warned.clear()

@@ -1,0 +1,545 @@
+"""Decisions of the gate: every step of the look-up, every override and refusal, and that nothing else plays a part."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import timeit
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kda_backend import LANES, MODES, Target, choose_lane
+from kda_backend.gate import ENV, OPTIONS, SOURCES, Decision, Table, decide, decisions, write_table
+from kda_backend.gate.cells import GATES, lanes_of
+from kda_backend.gate.decisions import forget_decisions, tune_command
+from kda_backend.gate.env import Settings, process_settings, settings_of
+from kda_backend.gate.folders import forget
+from kda_kernels import FORMS, KdaShape, LaunchConfig, Ring
+from tests.support.broken_tables import BROKEN
+from tests.support.tables import CLOSED, FAST_CONFIG, H200, SHAPE, SLOW_CONFIG, a_cell, a_table, cells
+
+SM90 = Target("cuda", 90)
+H100 = "NVIDIA H100 80GB HBM3"
+GATE_MD = Path(__file__).parent.parent / "docs" / "gate.md"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """Warnings are given once per process: every test has a process of its own, as far as the gate can tell."""
+    for forgets in (forget, forget_decisions, process_settings.cache_clear):
+        forgets()
+    yield
+    for forgets in (forget, forget_decisions, process_settings.cache_clear):
+        forgets()
+
+
+def ask(packaged: Path, *, environ: dict[str, str] | None = None, **changes: Any) -> Decision:
+    given: dict[str, Any] = dict(
+        shape=SHAPE, mode="ring", batch=1, draft_tokens=4, device_name=H200, target=SM90, tables=str(packaged),
+        environ=environ or {},
+    )  # fmt: skip
+    return decide(**given | changes)
+
+
+@pytest.fixture
+def packaged(tmp_path: Path) -> Path:
+    folder = tmp_path / "packaged"
+    folder.mkdir()
+    return folder
+
+
+class TestLookUp:
+    def test_without_any_table_the_conservative_rule_decides(self, packaged: Path) -> None:
+        for batch in (0, 1, 2):
+            decision = ask(packaged, batch=batch)
+            rule = choose_lane(SHAPE, mode="ring", batch=batch, draft_tokens=4, target=SM90)
+            assert (decision.lane, decision.launch, decision.reason) == (rule.lane, None, rule.reason)
+            assert decision.source == "default"
+            names = [step.name for step in decision.steps]
+            assert names == ["user table", "packaged table", "same-sm table", "conservative rule"]
+
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_the_packaged_table_of_exactly_this_device(self, packaged: Path, fused: bool) -> None:
+        write_table(a_table(a_cell(fused=fused, batch=8)), packaged)
+        decision = ask(packaged, batch=8)
+        assert decision.lane == ("fused+ring" if fused else "unfused+ring")
+        assert decision.launch == (FAST_CONFIG if fused else SLOW_CONFIG), "either lane has its own configuration"
+        assert decision.source == "packaged table"
+        assert "B=8: verify fused+ring" in decision.reason
+        assert decision.steps[-1].name == "packaged table"
+
+    def test_the_user_s_table_goes_before_the_packaged_one(self, packaged: Path, tmp_path: Path) -> None:
+        own = tmp_path / "own"
+        own.mkdir()
+        write_table(a_table(a_cell(fused=False)), packaged)
+        write_table(a_table(a_cell(fused=True)), own)
+        decision = ask(packaged, environ={"KDA_GATE_TABLES": str(own)})
+        assert (decision.lane, decision.source) == ("fused+ring", "user table")
+        assert [step.name for step in decision.steps] == ["user table"]
+
+    def test_what_the_user_s_table_lacks_is_looked_for_in_the_packaged_one(
+        self, packaged: Path, tmp_path: Path
+    ) -> None:
+        own = tmp_path / "own"
+        own.mkdir()
+        write_table(a_table(a_cell(draft_tokens=8)), own)
+        write_table(a_table(a_cell(fused=False)), packaged)
+        decision = ask(packaged, environ={"KDA_GATE_TABLES": str(own)})
+        assert (decision.lane, decision.source) == ("unfused+ring", "packaged table")
+        assert "T=4 not measured for recurrent, ring, plain, only 8" in decision.steps[0].said
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"draft_tokens": 5}, "T=5 not measured for recurrent, ring, plain, only 4"),
+            ({"form": "chunked"}, "nothing measured for chunked, ring, plain"),
+            ({"mode": "snapshots"}, "nothing measured for recurrent, snapshots, plain"),
+            ({"option": "fold-on-verify"}, "nothing measured for recurrent, ring, fold-on-verify"),
+            ({"batch": 3}, "nothing measured at or below B=3, the least is B=4"),
+            ({"dtype": torch.float16}, "no H=8,HV=8,K=128,V=128,device_name=NVIDIA_H200,dtype=float16.json"),
+            ({"shape": KdaShape(4, 8)}, "no H=4,HV=8"),
+            ({"device_name": "NVIDIA B200", "target": Target("cuda", 100)}, "device_name=NVIDIA_B200"),
+        ],
+        ids=str,
+    )
+    def test_everything_but_the_batch_size_must_match_exactly(self, packaged: Path, changes: Any, said: str) -> None:
+        write_table(a_table(a_cell(batch=4)), packaged)
+        assert ask(packaged, batch=4).source == "packaged table"
+        decision = ask(packaged, **{"batch": 4} | changes)
+        assert decision.source == "default"
+        assert said in decision.steps[1].said
+
+    @pytest.mark.parametrize("option", OPTIONS)
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("gate", GATES)
+    def test_every_dimension_finds_its_own_cell(self, packaged: Path, gate: str, form: str, option: str) -> None:
+        others = [
+            a_cell(fused=False, gate=g, form=f, option=o) for g in GATES for f in FORMS for o in OPTIONS
+            if (g, f, o) != (gate, form, option)
+        ]  # fmt: skip
+        write_table(a_table(a_cell(gate=gate, form=form, option=option), *others), packaged)
+        for g in GATES:
+            for f in FORMS:
+                for o in OPTIONS:
+                    fused = ask(packaged, safe_gate=g == "safe", form=f, option=o).lane == "fused+ring"
+                    assert fused == ((g, f, o) == (gate, form, option))
+
+    def test_the_standard_gate_takes_the_safe_gate_s_cells_where_it_has_none(self, packaged: Path) -> None:
+        write_table(a_table(*cells({1: True, 8: True}), a_cell(gate="standard", batch=8, fused=False)), packaged)
+        assert ask(packaged, safe_gate=False).lane == "fused+ring"
+        assert ask(packaged, safe_gate=False, batch=8).lane == "unfused+ring"
+        assert ask(packaged, safe_gate=True, batch=8).lane == "fused+ring"
+
+    def test_a_lane_that_was_not_measured_has_the_kernels_default(self, packaged: Path) -> None:
+        write_table(a_table(a_cell(configs=(None, None))), packaged)
+        assert ask(packaged).launch is None
+
+
+class TestBuckets:
+    @pytest.mark.parametrize(
+        ("verdicts", "batch", "fused"),
+        [
+            ({1: True, 8: True, 64: False}, 1, True),
+            ({1: True, 8: True, 64: False}, 7, True),  # between two fused ones
+            ({1: True, 8: True, 64: False}, 8, True),  # measured itself
+            ({1: True, 8: True, 64: False}, 9, False),  # between a fused and an unfused one
+            ({1: True, 8: True, 64: False}, 63, False),
+            ({1: True, 8: True, 64: False}, 64, False),
+            ({1: True, 8: True, 64: False}, 4096, False),  # above the largest: the largest
+            ({1: False, 8: True}, 7, False),
+            ({1: False, 8: True}, 8, True),
+            ({1: False, 8: True}, 9, True),
+            ({1: False, 8: True}, 1 << 20, True),
+        ],
+    )
+    def test_the_device_s_own_table(self, packaged: Path, verdicts: Any, batch: int, fused: bool) -> None:
+        write_table(a_table(*cells(verdicts)), packaged)
+        decision = ask(packaged, batch=batch)
+        assert decision.lane == ("fused+ring" if fused else "unfused+ring")
+        assert decision.source == "packaged table"
+
+    def test_the_configuration_is_that_of_the_largest_measured_batch_up_to_it(self, packaged: Path) -> None:
+        pairs = {b: (LaunchConfig(8, w), LaunchConfig(16, w)) for b, w in ((1, 1), (8, 2), (64, 4))}
+        write_table(a_table(*(a_cell(batch=b, fused=b < 64, configs=pair) for b, pair in pairs.items())), packaged)
+        for batch, at, lane in ((1, 1, 1), (7, 1, 1), (8, 8, 1), (9, 8, 0), (63, 8, 0), (64, 64, 0), (999, 64, 0)):
+            assert ask(packaged, batch=batch).launch == pairs[at][lane], batch
+
+    @pytest.mark.parametrize(
+        ("verdicts", "batch", "lane"),
+        [
+            ({1: True, 8: True, 64: True}, 1, "fused+ring"),
+            ({1: True, 8: True, 64: True}, 4, "fused+ring"),
+            ({1: True, 8: True, 64: True}, 64, "fused+ring"),
+            ({1: True, 8: True, 64: True}, 65, None),  # nothing above
+            ({1: True, 8: True, 64: False}, 8, None),  # its neighbour above disagrees
+            ({1: False, 8: True, 64: True}, 8, None),  # and below
+            ({1: True, 8: True, 64: False}, 7, "fused+ring"),
+            ({1: True, 8: True, 64: False}, 9, None),
+            ({1: False, 8: False, 64: True}, 1, "unfused+ring"),
+            ({1: False, 8: False, 64: True}, 2, "unfused+ring"),
+            ({8: True}, 8, None),
+        ],
+    )
+    def test_another_device_of_the_architecture(self, packaged: Path, verdicts: Any, batch: int, lane: Any) -> None:
+        write_table(a_table(*cells(verdicts)), packaged)
+        decision = ask(packaged, device_name=H100, batch=batch)
+        rule = choose_lane(SHAPE, mode="ring", batch=batch, draft_tokens=4, target=SM90)
+        assert decision.lane == (lane or rule.lane)
+        assert decision.source == "same-sm table"
+        assert decision.launch == (FAST_CONFIG if decision.lane == "fused+ring" else SLOW_CONFIG)
+        assert (decision.steps[-1].name == "conservative rule") == (lane is None)
+        assert H200 in decision.reason
+
+    def test_below_the_smallest_measured_batch_nothing_is_known(self, packaged: Path) -> None:
+        write_table(a_table(*cells({8: True, 16: True})), packaged)
+        for name in (H200, H100):
+            decision = ask(packaged, device_name=name, batch=7)
+            assert decision.source == "default"
+            assert "the least is B=8" in str(decision.steps)
+
+    def test_another_architecture_s_table_is_nothing_to_go_by(self, packaged: Path) -> None:
+        write_table(a_table(*cells({1: True, 8: True}), device_name="NVIDIA B200", arch="sm100"), packaged)
+        assert ask(packaged, batch=2).source == "default"
+        assert ask(packaged, batch=2, target=Target("hip"), device_name="AMD MI300X").source == "default"
+
+    def test_of_several_devices_the_first_by_name_that_knows(self, packaged: Path) -> None:
+        write_table(a_table(*cells({1: False, 8: False}), device_name="NVIDIA GH200"), packaged)
+        write_table(a_table(*cells({1: True, 8: True}, draft_tokens=6), device_name="NVIDIA A"), packaged)
+        write_table(a_table(*cells({1: True, 8: True})), packaged)
+        decision = ask(packaged, device_name=H100)
+        assert decision.lane == "unfused+ring"
+        assert [step.said.partition(":")[0] for step in decision.steps[2:]] == ["NVIDIA A", "NVIDIA GH200"]
+
+    @given(
+        verdicts=st.dictionaries(st.integers(1, 300), st.booleans(), min_size=1, max_size=7),
+        batch=st.integers(0, 400), name=st.sampled_from([H200, H100]),
+    )  # fmt: skip
+    def test_fused_only_between_fused_ones(
+        self, tmp_path_factory: pytest.TempPathFactory, verdicts: dict[int, bool], batch: int, name: str
+    ) -> None:
+        folder = tmp_path_factory.mktemp("tables")
+        write_table(a_table(*cells(verdicts)), folder)
+        decision = ask(folder, batch=batch, device_name=name)
+        below = max((b for b in verdicts if b <= batch), default=None)
+        above = min((b for b in verdicts if b >= batch), default=None)
+        by_rule = decision.steps[-1].name == "conservative rule"
+        if decision.lane == "fused+ring" and not by_rule:
+            assert below is not None
+            assert verdicts[below]
+            assert above is None or verdicts[above]
+            assert name == H200 or above is not None
+        if below is None:
+            assert by_rule
+            assert decision.launch is None
+        elif name == H200:
+            wanted = verdicts[below] and (above is None or verdicts[above])
+            assert decision.lane == ("fused+ring" if wanted else "unfused+ring")
+
+
+class TestOverrides:
+    @pytest.mark.parametrize("lane", [*LANES, "reference"])
+    def test_a_lane_is_forced_and_keeps_its_measured_configuration(self, packaged: Path, lane: str) -> None:
+        mode = "ring" if lane.endswith("ring") else "snapshots"
+        write_table(a_table(a_cell(mode=mode, batch=4)), packaged)
+        decision = ask(packaged, mode=mode, batch=5, environ={"KDA_LANE": lane})
+        assert (decision.lane, decision.source) == (lane, "override")
+        expected = {"fused": FAST_CONFIG, "unfused": SLOW_CONFIG, "reference": None}[lane.removesuffix("+ring")]
+        assert decision.launch == expected
+        assert decision.steps[0] == ("KDA_LANE", f"forces {lane}")
+
+    @pytest.mark.parametrize(
+        ("lane", "changes", "why"),
+        [
+            ("fused", {}, "this verify is of mode 'ring', whose lanes are unfused+ring and fused+ring"),
+            ("unfused+ring", {"mode": "snapshots"}, "this verify is of mode 'snapshots'"),
+            ("fused+ring", {"tree": True}, "these tokens have parents (a tree)"),
+            ("fused+ring", {"ragged": True}, "these lengths differ (ragged)"),
+            ("fused+ring", {"form": "chunked", "draft_tokens": 17}, "takes up to 16 draft tokens, got 17"),
+            ("fused", {"mode": "snapshots", "form": "chunked"}, "never computes the states that snapshots hold"),
+            ("unfused+ring", {"target": Target("cuda", 75)}, "kernels need sm80 or later, this is sm75"),
+            ("fused+ring", {"target": Target("cpu")}, "this is 'cpu'"),
+        ],
+    )
+    def test_an_impossible_lane_is_an_error_that_says_why(
+        self, packaged: Path, lane: str, changes: Any, why: str
+    ) -> None:
+        with pytest.raises(ValueError, match=re.escape(why)) as refusal:
+            ask(packaged, environ={"KDA_LANE": lane}, **changes)
+        assert str(refusal.value).startswith(f"KDA_LANE={lane} forces a lane that is impossible here: ")
+
+    @pytest.mark.parametrize("changes", [{"tree": True}, {"ragged": True}, {"target": Target("cpu")}])
+    def test_a_possible_one_is_forced_where_fused_is_not(self, packaged: Path, changes: Any) -> None:
+        lane = "reference" if "target" in changes else "unfused+ring"
+        assert ask(packaged, environ={"KDA_LANE": lane}, **changes).source == "override"
+
+    def test_switched_off_no_table_is_looked_at(self, packaged: Path) -> None:
+        write_table(a_table(*cells({1: False, 8: True})), packaged)
+        assert ask(packaged, batch=8).lane == "fused+ring"
+        decision = ask(packaged, batch=8, environ={"KDA_GATE": "OFF"})
+        assert (decision.lane, decision.launch, decision.source) == ("unfused+ring", None, "default")
+        assert decision.steps[0] == ("KDA_GATE", "off: no table is looked at")
+        assert ask(packaged, batch=8, environ={"KDA_GATE": "on"}) == ask(packaged, batch=8)
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("KDA_LANE", "fastest"), ("KDA_LANE", "Fused"), ("KDA_GATE", "0"), ("KDA_GATE", "auto")]
+    )
+    def test_a_mistyped_value_is_refused_with_those_allowed(self, packaged: Path, name: str, value: str) -> None:
+        with pytest.raises(
+            ValueError, match=f"{name} must be .*got {value.lower() if 'GATE' in name else value!r}|got"
+        ):
+            ask(packaged, environ={name: value})
+
+    def test_empty_values_are_none(self) -> None:
+        assert settings_of({variable.name: "" for variable in ENV}) == Settings()
+
+    def test_the_process_s_environment_is_read_once(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KDA_LANE", "unfused+ring")
+        given: Any = dict(mode="ring", batch=1, draft_tokens=4, device_name=H200, target=SM90, tables=str(packaged))
+        assert decide(SHAPE, **given).source == "override"
+        monkeypatch.delenv("KDA_LANE")
+        assert decide(SHAPE, **given).source == "override"
+        assert decide(SHAPE, **given, environ={}).source == "default"
+
+    def test_docs_and_code_list_the_same_variables(self) -> None:
+        section = GATE_MD.read_text(encoding="utf-8").partition("## Environment variables")[2].partition("\n## ")[0]
+        rows = re.findall(r"^\| `(KDA_\w+)` \|", section, flags=re.MULTILINE)
+        assert rows == [variable.name for variable in ENV]
+
+
+class TestFallbacks:
+    @pytest.mark.parametrize(
+        ("changes", "lane", "reason"),
+        [
+            ({"tree": True}, "unfused+ring", "these tokens have parents (a tree)"),
+            ({"tree": True, "mode": "snapshots"}, "unfused", "fused cannot take this, its kernel takes chains"),
+            ({"ragged": True}, "unfused+ring", "these lengths differ (ragged)"),
+            ({"form": "chunked", "draft_tokens": 17}, "unfused+ring", "takes up to 16 draft tokens, got 17"),
+            ({"target": Target("cuda", 75)}, "reference", "kernels need sm80 or later, this is sm75"),
+            ({"target": Target("cpu")}, "reference", "this is 'cpu'"),
+            ({"target": Target("mps")}, "reference", "this is 'mps'"),
+        ],
+        ids=str,
+    )
+    def test_D4_D5_D7_what_fused_cannot_take_is_unfused_and_says_why(
+        self, packaged: Path, changes: Any, lane: str, reason: str
+    ) -> None:
+        write_table(a_table(*(a_cell(mode=mode, draft_tokens=T) for mode in MODES for T in (4, 17))), packaged)
+        assert ask(packaged).lane == "fused+ring"
+        decision = ask(packaged, **changes)
+        assert (decision.lane, decision.source, decision.launch) == (lane, "fallback", None)
+        assert reason in decision.reason
+        assert reason in decision.steps[-1].said
+
+    def test_a_malformed_ring_is_not_for_the_fused_lane(self, packaged: Path) -> None:
+        write_table(a_table(a_cell()), packaged)
+        ring = Ring.allocate(SHAPE, slots=1, length=4, dtype=torch.bfloat16, device="meta")
+        assert ask(packaged, record=ring).lane == "fused+ring"
+        decision = ask(packaged, record=replace(ring, beta=ring.beta.bfloat16()))
+        assert (decision.lane, decision.source) == ("unfused+ring", "fallback")
+        assert "ring.beta must be float32, got bfloat16" in decision.reason
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"mode": "Ring"}, ValueError, "mode must be one of"),
+            ({"mode": ["ring"]}, ValueError, "mode must be one of"),
+            ({"form": "fast"}, ValueError, "form must be one of"),
+            ({"option": "folded"}, ValueError, "option must be one of"),
+            ({"batch": -1}, ValueError, "batch must be within 0"),
+            ({"batch": 1.5}, TypeError, "batch must be a whole number"),
+            ({"draft_tokens": 0}, ValueError, "draft_tokens must be within 1"),
+            ({"device_name": ""}, ValueError, "device_name must be 1"),
+            ({"dtype": torch.float32}, ValueError, "dtype must be one of"),
+        ],
+        ids=str,
+    )
+    def test_D6_arguments_that_make_no_sense(self, packaged: Path, changes: Any, error: Any, message: str) -> None:
+        with pytest.raises(error, match=message):
+            ask(packaged, **changes)
+
+
+class TestTrust:
+    @pytest.mark.parametrize("content", [content for content, _ in BROKEN.values()], ids=BROKEN)
+    def test_a_broken_file_is_one_warning_and_no_crash(
+        self, packaged: Path, content: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = packaged / a_table().file_name
+        path.write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            for name in (H200, H100):
+                for batch in (1, 2):
+                    decision = ask(packaged, batch=batch, device_name=name)
+                    rule = choose_lane(SHAPE, mode="ring", batch=batch, draft_tokens=4, target=SM90)
+                    assert (decision.lane, decision.launch) == (rule.lane, None)
+        about = [record for record in caplog.records if str(path) in record.getMessage()]
+        assert len(about) == 1
+        assert len([record for record in caplog.records if "kda tune --" in record.getMessage()]) == 1
+        assert len(caplog.records) == 2
+
+    @pytest.mark.parametrize("kind", ["folder", "fifo", "/dev/zero"])
+    def test_what_is_no_file_is_neither_read_nor_waited_for(self, packaged: Path, kind: str) -> None:
+        path = packaged / a_table().file_name
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+        assert ask(packaged).source == "default"
+        assert "is no file" in ask(packaged).steps[1].said
+
+    @pytest.mark.parametrize("kind", ["missing", "file"])
+    def test_a_user_folder_that_is_none_is_one_warning(
+        self, packaged: Path, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = tmp_path / "own"
+        if kind == "file":
+            folder.write_text("{}")
+        write_table(a_table(a_cell()), packaged)
+        for batch in (1, 2):
+            assert ask(packaged, batch=batch, environ={"KDA_GATE_TABLES": str(folder)}).source == "packaged table"
+        assert [record.getMessage() for record in caplog.records] == [f"the gate finds no folder of tables at {folder}"]
+
+    def test_an_edited_verdict_is_one_warning_and_unfused(
+        self, packaged: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lost = cells({1: False, 2: False, 4: True})
+        table = a_table(*(replace(cell, lane="fused+ring") for cell in lost))
+        write_table(table, packaged)
+        assert [ask(packaged, batch=batch).lane for batch in (1, 2, 4)] == ["unfused+ring"] * 2 + ["fused+ring"]
+        (record,) = caplog.records
+        assert "2 verdicts are not those of their figures" in record.getMessage()
+
+    def test_a_closed_cell_is_unfused_and_says_by_what(self, packaged: Path) -> None:
+        write_table(a_table(replace(a_cell(), lane="unfused+ring", closed=CLOSED)), packaged)
+        decision = ask(packaged)
+        assert decision.lane == "unfused+ring"
+        assert "closed on 2026-11-29 by history.json" in decision.reason
+
+    def test_a_table_of_another_architecture_under_this_device_s_name(
+        self, packaged: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        write_table(a_table(a_cell(batch=2), arch="sm100"), packaged)
+        assert ask(packaged, batch=2).source == "default"
+        assert "is for sm100, this NVIDIA H200 is sm90" in caplog.records[0].getMessage()
+
+    def test_a_missing_table_is_one_warning_with_the_command(
+        self, packaged: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for batch in range(8):
+            ask(packaged, batch=batch)
+            ask(packaged, batch=batch, shape=KdaShape(2, 2))
+        (record,) = caplog.records
+        assert tune_command(SHAPE, 4) in record.getMessage()
+        assert tune_command(SHAPE, 4).startswith("kda tune --heads 8 --hv-heads 8 --draft-tokens 4 --batch-sizes 1 2")
+        odd = tune_command(KdaShape(4, 8, 64, 128), 3, torch.float16)
+        assert odd.startswith("kda tune --heads 4 --hv-heads 8 --head-k-dim 64 --dtype float16 --draft-tokens 3")
+
+    @pytest.mark.parametrize("target", [Target("interpreter"), Target("cpu")])
+    def test_nobody_is_told_to_tune_where_kernels_are_not_compiled(
+        self, packaged: Path, target: Target, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ask(packaged, target=target, device_name=str(target))
+        ask(packaged, environ={"KDA_GATE": "off"})
+        assert caplog.records == []
+
+
+class TestPurity:
+    @given(
+        mode=st.sampled_from(MODES), batch=st.integers(0, 300), T=st.integers(1, 20), form=st.sampled_from(FORMS),
+        safe=st.booleans(), option=st.sampled_from(OPTIONS), ragged=st.booleans(), tree=st.booleans(),
+        target=st.sampled_from([SM90, Target("cuda", 75), Target("hip"), Target("interpreter"), Target("cpu")]),
+        lane=st.sampled_from(["", *LANES]), off=st.booleans(), noise=st.randoms(use_true_random=False),
+    )  # fmt: skip
+    def test_it_depends_on_its_arguments_alone(
+        self, tmp_path_factory: pytest.TempPathFactory, mode: str, batch: int, T: int, form: str, safe: bool,
+        option: str, ragged: bool, tree: bool, target: Target, lane: str, off: bool, noise: Any,
+    ) -> None:  # fmt: skip
+        """Neither what was asked before, nor the process's environment, its folder or what is remembered."""
+        made = [
+            a_cell(fused=bool(i % 2), batch=b, draft_tokens=t) for i, (t, b) in enumerate(
+                (t, b) for t in (2, 4, 8) for b in (1, 16, 128))
+        ]  # fmt: skip
+        first, second = (tmp_path_factory.mktemp("tables") for _ in range(2))
+        for folder in (first, second):
+            write_table(a_table(*made), folder)
+        environ = {"KDA_LANE": lane, "KDA_GATE": "off" if off else ""}
+        given: dict[str, Any] = dict(
+            mode=mode, batch=batch, draft_tokens=T, form=form, safe_gate=safe, option=option, ragged=ragged, tree=tree,
+            target=target, environ=environ,
+        )  # fmt: skip
+
+        def answer(folder: Path) -> Any:
+            try:
+                decision = ask(folder, **given)
+            except ValueError as refusal:
+                return str(refusal)
+            assert decision.source in SOURCES
+            assert decision.lane in (*lanes_of(mode), "reference")
+            assert decision.steps
+            said = str(decision).replace(str(folder), "FOLDER")
+            return decision.lane, decision.launch, decision.source, said
+
+        expected = answer(first)
+        for _ in range(3):
+            ask(first, batch=noise.randint(0, 300), draft_tokens=noise.randint(1, 9))
+        assert answer(first) == expected
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KDA_LANE", "fused")
+            patch.setenv("KDA_GATE", "off")
+            process_settings.cache_clear()
+            forget_decisions()
+            forget()
+            assert answer(second) == expected
+        process_settings.cache_clear()
+
+    def test_a_file_is_read_once(self, packaged: Path) -> None:
+        """A process keeps to what it read: a table that changes under it changes nothing, for any batch size."""
+        write_table(a_table(a_cell()), packaged)
+        first = ask(packaged)
+        write_table(a_table(a_cell(fused=False)), packaged)
+        assert ask(packaged) is first
+        assert ask(packaged, batch=2).lane == "fused+ring"
+        forget()
+        forget_decisions()
+        assert ask(packaged).lane == "unfused+ring"
+
+    def test_D2_no_device_is_touched(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def touched(*_: object, **__: object) -> None:
+            raise AssertionError("the device was asked")
+
+        for name in ("current_device", "get_device_capability", "get_device_name", "synchronize", "_lazy_init"):
+            monkeypatch.setattr(torch.cuda, name, touched)
+        write_table(a_table(a_cell()), packaged)
+        assert ask(packaged).lane == "fused+ring"
+
+    def test_a_remembered_decision_costs_at_most_2_us(self, packaged: Path) -> None:
+        """The least of many repetitions: what another process takes of the core is not the gate's."""
+        write_table(a_table(a_cell()), packaged)
+        given: Any = dict(mode="ring", batch=1, draft_tokens=4, device_name=H200, target=SM90, tables=str(packaged))
+        assert decide(SHAPE, **given).source == "packaged table"
+        least = min(timeit.repeat(lambda: decide(SHAPE, **given), number=1000, repeat=50)) / 1000
+        assert least <= 2e-6, f"{least * 1e6:.2f} us"
+
+    def test_what_is_remembered_is_bounded(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(decisions, "MOST_REMEMBERED", 4)
+        for batch in range(20):
+            ask(packaged, batch=batch)
+        assert len(decisions._remembered) <= 4
+
+
+def test_a_large_table_is_read_in_no_time(packaged: Path) -> None:
+    table: Table = a_table(
+        *(c for t in range(1, 17) for c in cells(dict.fromkeys(range(1, 101), True), draft_tokens=t))
+    )
+    write_table(table, packaged)
+    assert len(table.cells) == 1600
+    assert timeit.timeit(lambda: ask(packaged, batch=50), number=1) < 2
