@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 from typer.testing import CliRunner
 
+from kda_kernels import FORMS, KdaShape, _launch
 from kda_kernels.aot import TARGETS, capture
+from kda_kernels.defaults import default_verify_config
 from kda_kernels.interpreter import is_interpreted
 from kda_tooling.cli import app
 from kda_tooling.compiling import report as report_module
@@ -333,6 +336,38 @@ def test_the_checked_in_budget_covers_every_configuration_for_the_pinned_triton(
     }
     assert there == wanted
     assert set(limits) == set(TARGETS)
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["", "pending"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("draft_tokens", [4, 8])
+def test_every_default_configuration_is_compiled(
+    draft_tokens: int, form: str, pending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both lanes; one of them stands for both, where the other's default is the same."""
+    monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
+    shape = KdaShape(8, 8, 128, 128)
+    chosen = {
+        default_verify_config(
+            shape,
+            batch,
+            draft_tokens,
+            torch.device("cpu"),
+            form=form,
+            indices_ready=ready,
+            fused=fused,
+            pending=pending,
+        )
+        for batch in (1, 2, 3, 8, 9, 16, 17, 24, 25, 256)
+        for ready in (False, True)
+        for fused in (False, True)
+    }
+    compiled = {
+        spec.config
+        for spec in SPECS["sm90"]
+        if (spec.draft_tokens, spec.chunked, spec.pending) == (draft_tokens, form == "chunked", pending)
+    }
+    assert chosen <= compiled
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------

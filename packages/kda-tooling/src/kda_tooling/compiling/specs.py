@@ -20,6 +20,7 @@ from kda_kernels.defaults import (
     FOLD_SHORT,
     LONE_HEADS,
     MANY_HEADS,
+    MANY_HEADS_CAPPED,
     MANY_HEADS_LONG_DRAFT,
     MANY_HEADS_STATE_FIRST,
     PORTABLE_LONG_CHUNK,
@@ -157,24 +158,22 @@ _NVIDIA = [
     CompileSpec("verify_fused", "snapshots", config=MANY_HEADS_STATE_FIRST),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS, chunked=True),
     CompileSpec("fold", config=FOLD_SHORT),
-    CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, pending=True),
+    CompileSpec("verify_fused", "ring", config=MANY_HEADS_CAPPED, pending=True),
 ]
 
 _PENDING = [
     *_verify_specs("ring", config=FEW_HEADS, pending=True),
-    CompileSpec("verify_unfused", "ring", config=MANY_HEADS_STATE_FIRST, pending=True),
+    CompileSpec("verify_unfused", "ring", config=MANY_HEADS_CAPPED, pending=True),
     *(
         CompileSpec("verify_fused", "ring", draft_tokens=tokens, config=config, pending=True, **knobs)
         for tokens, config, knobs in (
-            (4, LONE_HEADS, {"indices_ready": True}),
-            (4, SOME_HEADS, {}),
+            (4, FEW_HEADS, {"indices_ready": True}),
+            (4, SOME_HEADS_STATE_FIRST, {}),
             (8, LONE_HEADS, {}),
             (8, FEW_HEADS_LONG_DRAFT, {}),
-            (8, SOME_HEADS, {}),
             (8, MANY_HEADS_LONG_DRAFT, {}),
             (4, FEW_HEADS, {"chunked": True}),
             (4, MANY_HEADS, {"chunked": True}),
-            (4, MANY_HEADS_STATE_FIRST, {"chunked": True}),
             (8, LONE_HEADS, {"chunked": True}),
             (8, SOME_HEADS_STATE_FIRST, {"chunked": True}),
             (8, MANY_HEADS_LONG_DRAFT, {"chunked": True}),
@@ -206,6 +205,7 @@ _SM90 = [
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=LONE_HEADS),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=FEW_HEADS_LONG_DRAFT, rows=True, indices_ready=True),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=SOME_HEADS),
+    CompileSpec("verify_fused", "ring", config=LONE_HEADS, chunked=True, indices_ready=True),
     *_verify_specs("ring", config=FEW_HEADS, chunked=True),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=LONE_HEADS, chunked=True),
