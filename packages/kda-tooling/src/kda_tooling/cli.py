@@ -7,7 +7,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kda_tooling.commands import accuracy, compile_report, demo, doctor, host_time, memory, report, sweep, train_demo
+from kda_tooling.commands import (
+    accuracy,
+    compile_report,
+    demo,
+    doctor,
+    host_time,
+    memory,
+    report,
+    sweep,
+    train_demo,
+    tune,
+)
 from kda_tooling.terminal import tolerate_encodings
 
 
@@ -33,6 +44,7 @@ demo.register(app)
 compile_report.register(app)
 train_demo.register(app)
 sweep.register(app)
+tune.register(app)
 report.register(app)
 accuracy.register(app)
 host_time.register(app)

@@ -73,12 +73,19 @@ def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
     ]
 
 
+def config_name(config: LaunchConfig) -> str:
+    """bv64.w4.r4.m128.e: tile, warps, rows per thread, register cap, state first; p: prefetch."""
+    parts = [f"bv{config.block_v}", f"w{config.num_warps}"]
+    parts += [f"r{config.rows_per_thread}"] if config.rows_per_thread is not None else []
+    parts += [f"m{config.max_registers}"] if config.max_registers is not None else []
+    parts += ["e"] if config.state_first else []
+    parts += ["p"] if config.prefetch else []
+    return ".".join(parts)
+
+
 def _suffix(config: LaunchConfig | None) -> str:
     """What tells a swept arm's name from the default's."""
-    if config is None:
-        return ""
-    rows = "" if config.rows_per_thread is None else f".r{config.rows_per_thread}"
-    return f" bv{config.block_v}.w{config.num_warps}{rows}"
+    return "" if config is None else f" {config_name(config)}"
 
 
 def _verify(
@@ -139,6 +146,12 @@ def our_arms(
             arm = Arm("", OURS, lane, mode, verify, _commit(mode, folds), config, form, folds)
             arms.append(replace(arm, name=f"{OURS} {arm.column}{_suffix(config)}"))
     return arms
+
+
+def with_config(arm: Arm, config: LaunchConfig | None) -> Arm:
+    """An arm of ours, in the recurrent or chunked form, launched with ``config``."""
+    verify = _verify(arm.lane, arm.form, config, False, arm.fold_on_verify)
+    return replace(arm, name=f"{OURS} {arm.column}{_suffix(config)}", config=config, verify=verify)
 
 
 def peer_arms(peer: Peer, problem: VerifyProblem) -> list[Arm]:

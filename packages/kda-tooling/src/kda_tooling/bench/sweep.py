@@ -117,7 +117,7 @@ def check_memory(settings: SweepSettings, l2_bytes: int, device_bytes: int) -> N
             )
 
 
-def _calls(kind: str, arm: Arm, problems: Problems, accept_lens: torch.Tensor) -> list[Callable[[], Any]]:
+def calls_of(kind: str, arm: Arm, problems: Problems, accept_lens: torch.Tensor) -> list[Callable[[], Any]]:
     """What one replay of the arm runs: verify on every layer, the all-layer commit, or both."""
     verifies: list[Callable[[], Any]] = [partial(arm.verify, p) for p in problems.layers]
     commit: list[Callable[[], Any]] = [lambda: arm.commit(problems, accept_lens)]
@@ -158,7 +158,7 @@ def measure_cell(
     if settings.kind == "commit":
         arms = commit_arms(arms)
     rounds = HOT_ROUNDS if settings.hot else 1
-    graphs = {arm.name: capture(_calls(settings.kind, arm, problems, accept_lens), rounds) for arm in arms}
+    graphs = {arm.name: capture(calls_of(settings.kind, arm, problems, accept_lens), rounds) for arm in arms}
     timings = measure_interleaved(dict(graphs), layers * rounds, passes=settings.passes)
     results = []
     for arm in arms:

@@ -1,0 +1,193 @@
+"""`kda tune`: measure a gate table on this GPU."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+from kda_tooling.commands.many_values import ManyValuesCommand
+from kda_tooling.commands.options import (
+    FORMS,
+    check_output_file,
+    check_output_folder,
+    interpreter_chosen,
+    refuse,
+    rename_shape_fields,
+)
+from kda_tooling.terminal import plain
+
+if TYPE_CHECKING:
+    from kda_tooling.tuning.run import TuneResult
+    from kda_tooling.tuning.settings import Group, TuneSettings
+
+FAILURES_SHOWN = 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(
+        cls=ManyValuesCommand,
+        epilog="Examples: [bold]kda tune --heads 16 --hv-heads 16 --into tables[/bold], [bold]kda tune --draft-tokens "
+        "3 4 --batch-sizes 1 4 16 64 --form recurrent --mode ring --into tables --resume[/bold]. Then "
+        "KDA_GATE_TABLES=tables has the gate read it.",
+    )(tune)
+
+
+def tune(
+    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
+    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
+    head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
+    head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
+    draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T.")] = [2, 3, 4, 5, 6, 7, 8],  # noqa: B006
+    batch_sizes: Annotated[list[int], typer.Option(help="Requests per batch, B.")] = [1, 2, 4, 8, 16, 32, 64, 128, 256],  # noqa: B006
+    form: Annotated[list[str], typer.Option(help=f"Of {', '.join(FORMS)}.")] = list(FORMS),  # noqa: B006
+    mode: Annotated[list[str], typer.Option(help="State modes: ring, snapshots.")] = ["ring", "snapshots"],  # noqa: B006
+    option: Annotated[
+        list[str], typer.Option(help="Pool options: plain, fold-on-verify, compact-window or both with a plus.")
+    ] = ["plain"],  # noqa: B006
+    gate: Annotated[list[str], typer.Option(help="Gates of the delta rule: safe, standard.")] = ["safe"],  # noqa: B006
+    margin: Annotated[float, typer.Option(help="Share of unfused's time by which fused has to win every pass.")] = 0.02,
+    passes: Annotated[int, typer.Option(help="Independent passes.")] = 2,
+    finalists: Annotated[int, typer.Option(help="Configurations per lane that every pass times.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    into: Annotated[Path, typer.Option(help="Folder of the table; made where it is missing.")] = Path(),
+    resume: Annotated[bool, typer.Option("--resume", help="Leave what the table there has already.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Drop what the table there has already.")] = False,
+    check: Annotated[
+        Path | None, typer.Option(help="Compare with this table; exit with 1 where a verdict would change.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write a summary here ('-': standard output).")] = None,
+) -> None:
+    """Measure this GPU's gate table for one head shape: bits first, every lane, two independent passes."""
+    from kda_backend.gate import TableError, load_table
+    from kda_kernels import KdaShape
+    from kda_tooling.tuning.settings import TuneSettings
+
+    if resume and fresh:
+        raise refuse("--fresh", "drops what --resume would leave: give one of them.")
+    try:
+        settings = TuneSettings(
+            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim), dtype=dtype,
+            gates=tuple(dict.fromkeys(gate)), forms=tuple(dict.fromkeys(form)), modes=tuple(dict.fromkeys(mode)),
+            options=tuple(dict.fromkeys(option)), draft_tokens=tuple(sorted(set(draft_tokens))),
+            batch_sizes=tuple(sorted(set(batch_sizes))), margin=margin, passes=passes, finalists=finalists, seed=seed,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+    check_output_folder("--into", into)
+    if json is not None and str(json) != "-":
+        check_output_file("--json", json)
+    try:
+        compared = load_table(check) if check is not None else None
+    except TableError as error:
+        raise refuse("--check", f"{error}.") from None
+    _require_gpu()
+    into.mkdir(parents=True, exist_ok=True)
+    result = _measure(settings, into, fresh, resume)
+    from kda_tooling.tuning.run import changes
+
+    changed = changes(result, compared) if compared is not None else []
+    summary = _summary(result) | ({"changes": changed} if compared is not None else {})
+    if json is not None and str(json) != "-":
+        json.write_text(json_format.dumps(summary, indent=1) + "\n")
+    _show(result, changed, Console(stderr=str(json) == "-"))
+    if str(json) == "-":
+        typer.echo(json_format.dumps(summary, indent=1))
+    if changed:
+        raise typer.Exit(1)
+
+
+def _require_gpu() -> None:
+    if interpreter_chosen():
+        raise typer.BadParameter("TRITON_INTERPRET is set: tuning times compiled kernels; unset it.")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("tuning needs a CUDA device and torch sees none here.")
+
+
+def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> TuneResult:
+    """Run with a progress bar for compiling and one for the groups."""
+    from rich.progress import Progress
+
+    from kda_backend.gate import TableError
+    from kda_tooling.tuning.run import run_tune
+
+    command = " ".join(["kda", *sys.argv[1:]])
+    with Progress(console=Console(stderr=True)) as progress:
+        compiling = progress.add_task("compiling candidates", total=None)
+        measuring = progress.add_task("measuring", total=None)
+        names = {"group": ""}
+
+        def on_group(group: Group, done: int, of: int) -> None:
+            names["group"] = str(group)
+            progress.update(measuring, total=of, completed=done, description=str(group))
+
+        try:
+            result = run_tune(
+                settings, command, into, fresh=fresh, resume=resume,
+                on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
+                on_group=on_group,
+                on_step=lambda step: progress.update(measuring, description=f"{names['group']}: {step}"),
+            )  # fmt: skip
+        except (ValueError, TableError) as error:
+            raise typer.BadParameter(str(error)) from None
+        progress.update(measuring, total=1, completed=1, description="measured")
+    return result
+
+
+def _summary(result: TuneResult) -> dict[str, Any]:
+    from kda_tooling.bench.arms import config_name
+
+    return {
+        "table": str(result.path),
+        "cells": len(result.measured),
+        "lanes": _lane_counts(result),
+        "seconds": {name: round(seconds, 1) for name, seconds in result.seconds.items()},
+        "failures": [
+            {
+                "group": str(one.group), "lane": one.lane, "config": config_name(one.config), "error": one.error,
+                "broken": one.broken,
+            }
+            for one in result.failures
+        ],
+    }  # fmt: skip
+
+
+def _lane_counts(result: TuneResult) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for key in result.measured:
+        lane = result.table.verdict(result.table.by_key[key])
+        counts[lane] = counts.get(lane, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def _show(result: TuneResult, changed: list[str], console: Console) -> None:
+    """The outcome for people."""
+    from kda_tooling.bench.arms import config_name
+
+    broken = [one for one in result.failures if one.broken]
+    if broken:
+        grid = Grid(title="candidates that failed", title_justify="left")
+        for name in ("where", "lane", "configuration", "error"):
+            grid.add_column(name)
+        for one in broken[:FAILURES_SHOWN]:
+            grid.add_row(str(one.group), one.lane, config_name(one.config), plain(one.error))
+        console.print(grid)
+        if len(broken) > FAILURES_SHOWN:
+            console.print(f"and {len(broken) - FAILURES_SHOWN} more: --json has them all")
+    counts = ", ".join(f"{lane} {count}" for lane, count in _lane_counts(result).items()) or "none"
+    console.print(f"cells measured: {len(result.measured)} ({counts})", highlight=False)
+    console.print(f"not timed: {len(result.failures)} candidates, {len(broken)} of them broken", highlight=False)
+    took = sum(result.seconds.values())
+    console.print(f"{took:.0f} s, {result.seconds.get('compiling', 0):.0f} s of them compiling", highlight=False)
+    console.print(f"table: {plain(result.path)}", highlight=False, soft_wrap=True)
+    for line in changed:
+        console.print(f"[yellow]changed[/yellow] {plain(line)}", highlight=False, soft_wrap=True)

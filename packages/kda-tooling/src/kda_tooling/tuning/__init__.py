@@ -1,0 +1,1 @@
+"""`kda tune`: from timed verifies to a gate table."""

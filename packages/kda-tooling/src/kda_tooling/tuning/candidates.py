@@ -1,0 +1,83 @@
+"""The launch configurations that are tried, and which of them compiling already rules out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kda_kernels import KdaShape, LaunchConfig
+from kda_kernels.shapes import MAX_GLUON_CHUNKED_TOKENS, SUPPORTED_ROWS_PER_THREAD
+from kda_tooling.bench.arms import MAX_STATE_REGISTERS
+
+TILES = ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8))
+"""(block_v, num_warps) of the kernel with layouts of its own. Rows per thread follow: as many as make the warps' rows
+fill the tile once, the layout that reads a state row in the fewest, longest pieces."""
+
+PORTABLE_TILES = ((8, 1), (16, 1), (32, 1), (16, 4), (32, 4))
+"""Of the portable kernel, for devices or lengths that the other does not take."""
+
+REGISTER_CAPS = (128, 168)
+"""Registers per thread at which one more four-warp program fits an SM of 65,536 registers: four, and three."""
+
+MOST_SPILLS = 256
+"""Bytes of stack per thread above which a configuration is not timed: every measured one lost."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the compiler says of a candidate's kernels.
+
+    Args:
+        registers: per thread, the most of them.
+        spills: bytes of stack per thread, the most of them.
+        shared: bytes of shared memory, the most of them.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+
+
+def candidates(shape: KdaShape, draft_tokens: int, form: str, lane: str, nvidia: bool) -> list[LaunchConfig]:
+    """Configurations to compile for a lane. All give the same bits: there is no knob here that could change one.
+
+    Args:
+        shape: head layout; tiles larger than V are left out.
+        draft_tokens: T.
+        form: the portable kernel alone takes longer chunks.
+        lane: unfused lanes may prefetch, since the kernel before them writes no index.
+        nvidia: whether the device is an NVIDIA GPU, which the kernel with layouts of its own is for.
+    """
+    v = shape.head_v_dim
+    if not nvidia or (form == "chunked" and draft_tokens > MAX_GLUON_CHUNKED_TOKENS):
+        return [LaunchConfig(*tile) for tile in PORTABLE_TILES if tile[0] <= v]
+    found = []
+    for block_v, warps in TILES:
+        rows = block_v // (4 * warps)
+        too_many = block_v * shape.head_k_dim // (32 * warps) > MAX_STATE_REGISTERS
+        if block_v > v or too_many or rows not in SUPPORTED_ROWS_PER_THREAD:
+            continue
+        plain = LaunchConfig(block_v, warps, rows_per_thread=rows)
+        found += [plain, replace(plain, state_first=True)]
+        if lane.startswith("unfused") and block_v <= 32:
+            found.append(replace(plain, state_first=True, prefetch=True))
+    return found
+
+
+def capped(config: LaunchConfig, figures: Figures) -> list[LaunchConfig]:
+    """``config`` with fewer registers than it was compiled to, where that lets another program onto an SM."""
+    if config.rows_per_thread is None or config.max_registers is not None or figures.spills:
+        return []
+    threads = 32 * config.num_warps
+    fits = 65536 // (figures.registers * threads)
+    return [
+        replace(config, max_registers=cap)
+        for cap in REGISTER_CAPS
+        if cap < figures.registers and 65536 // (cap * threads) > fits
+    ][-1:]
+
+
+def ruled_out(figures: Figures) -> str | None:
+    """Why a compiled candidate is not worth timing, or None."""
+    if figures.spills > MOST_SPILLS:
+        return f"spills {figures.spills} bytes per thread; more than {MOST_SPILLS} never won"
+    return None

@@ -1,0 +1,224 @@
+"""Time a group's candidates: a survey of all at every other batch size, then independent passes of the best few."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kda_backend.gate.cells import OPTIONS, LaneFigures
+from kda_kernels import LaunchConfig, flush
+from kda_tooling.bench.arms import Arm
+from kda_tooling.bench.bits import BitsDifferError, check_bits
+from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
+from kda_tooling.bench.timing import capture, measure_interleaved
+from kda_tooling.problem import Problems
+from kda_tooling.tuning.compiling import Compiled, Failure, arm_of, in_a_line
+from kda_tooling.tuning.settings import Group, TuneSettings
+
+REFERENCE = LaunchConfig()
+"""What every candidate's bits are compared with: the portable kernel, unfused."""
+
+CHECK_BATCH = 3
+SURVEY_PASSES = 3
+FINAL_PASSES = 5
+SAME = 0.005
+"""Two configurations are the same speed within this share: then the one of the batch size before is kept, so that
+fewer variants are compiled and a table's lines change less."""
+
+Times = dict[str, tuple[float, float | None]]
+"""Arm name -> microseconds per layer of a verify, and of a round where rounds decide."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A group's figures.
+
+    Args:
+        lanes: B -> lane -> what a table holds of it.
+        failures: candidates that were not timed since their bits differ or they could not run.
+    """
+
+    lanes: dict[int, dict[str, LaneFigures]]
+    failures: list[Failure]
+
+
+def measure_group(
+    settings: TuneSettings,
+    group: Group,
+    compiled: Compiled,
+    l2_bytes: int,
+    device: str = "cuda",
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Measured:
+    """Check every candidate's bits, survey them, and time the best of each lane in independent passes.
+
+    A pass builds its own inputs from a seed of its own and captures its own graphs, all batch sizes before the next
+    pass begins.
+    """
+    on_step("checking bits")
+    arms, failures = _checked(settings, group, compiled, device)
+    by_name = {arm.name: arm for arm in arms}
+    sizes = settings.batch_sizes
+    surveyed = sizes[::2] if len(sizes) % 2 else (*sizes[::2], sizes[-1])
+    best: dict[int, list[str]] = {}
+    for batch in surveyed:
+        on_step(f"survey, B = {batch}")
+        times = time_arms(settings, group, batch, arms, l2_bytes, settings.seed, SURVEY_PASSES, device)
+        best[batch] = [name for lane in group.lanes for name in _fastest(times, arms, lane, settings.finalists)]
+    finalists = {batch: _shortlist(best, batch) for batch in sizes}
+    passes: list[dict[int, Times]] = []
+    for number in range(settings.passes):
+        found: dict[int, Times] = {}
+        for batch in sizes:
+            on_step(f"pass {number + 1}, B = {batch}")
+            chosen = [by_name[name] for name in finalists[batch]]
+            seed = settings.seed + 1 + number
+            found[batch] = time_arms(settings, group, batch, chosen, l2_bytes, seed, FINAL_PASSES, device)
+        passes.append(found)
+    all_failures = [one for one in compiled.failures if one.group == group] + failures
+    reasons = {lane: _reason(all_failures, lane) for lane in group.lanes}
+    return Measured(_figures(group, sizes, passes, by_name, reasons), failures)
+
+
+def check_problems(settings: TuneSettings, group: Group, device: str) -> Problems:
+    """What bits are checked on: one layer of `CHECK_BATCH` requests."""
+    return build_problems(settings.sweep_settings(group), group.draft_tokens, CHECK_BATCH, 1, device)
+
+
+def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: str) -> tuple[list[Arm], list[Failure]]:
+    """The candidates whose bits are the reference's, and the others."""
+    problems = check_problems(settings, group, device)
+    reference = arm_of(settings, group, group.lanes[0], REFERENCE)
+    accept_lens = torch.full((CHECK_BATCH,), max(1, group.draft_tokens - 1), dtype=torch.int32, device=device)
+    expected = two_rounds(problems, reference, accept_lens)
+    good, failures = [], []
+    for lane in group.lanes:
+        for config in compiled.configs[group, lane]:
+            arm = arm_of(settings, group, lane, config)
+            try:
+                check(problems, reference, expected, arm, accept_lens)
+            except Exception as error:
+                failures.append(Failure(group, lane, config, in_a_line(error)))
+            else:
+                good.append(arm)
+    return good, failures
+
+
+def check(
+    problems: Problems, reference: Arm, expected: Mapping[str, torch.Tensor], arm: Arm, accept_lens: torch.Tensor
+) -> None:
+    """Raise `BitsDifferError` unless ``arm`` writes ``reference``'s records, and what it came to in `two_rounds`."""
+    check_bits(problems.layers[0], [reference, arm])
+    for name, tensor in two_rounds(problems, arm, accept_lens).items():
+        if not torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)):
+            raise BitsDifferError(f"{arm.name}: {name} differs from the reference configuration's")
+
+
+def two_rounds(problems: Problems, arm: Arm, accept_lens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs and final states of two rounds of ``arm``; the problems' states are as before afterwards.
+
+    In the second, verify starts from what the first committed: with fold on verify, it replays it.
+    """
+    state = problems.state
+    before = state.conv_state.clone(), state.ssm_state.clone()
+    if arm.fold_on_verify:
+        problems.folding.reset()
+    found = {}
+    for number in (1, 2):
+        for index, problem in enumerate(problems.layers):
+            found[f"output of round {number}, layer {index}"] = arm.verify(problem).clone()
+        arm.commit(problems, accept_lens)
+    if arm.fold_on_verify:
+        first, folding = problems.layers[0], problems.folding
+        flush(state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
+        folding.reset()
+    found |= {"conv_state": state.conv_state.clone(), "ssm_state": state.ssm_state.clone()}
+    state.conv_state.copy_(before[0])
+    state.ssm_state.copy_(before[1])
+    return found
+
+
+def time_arms(
+    settings: TuneSettings,
+    group: Group,
+    batch: int,
+    arms: Sequence[Arm],
+    l2_bytes: int,
+    seed: int,
+    passes: int,
+    device: str = "cuda",
+) -> Times:
+    """Median times of ``arms``, interleaved in one run on inputs of ``seed``, L2-cold."""
+    sweep = settings.sweep_settings(group, seed)
+    layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
+    problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
+    accept = sweep.accept_for(group.draft_tokens)
+    accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
+    kinds = ("verify",) if group.option == OPTIONS[0] else ("verify", "round")
+    graphs = {(arm.name, kind): capture(calls_of(kind, arm, problems, accept_lens)) for arm in arms for kind in kinds}
+    timed = measure_interleaved(
+        {f"{name}|{kind}": graph for (name, kind), graph in graphs.items()}, layers, passes=passes
+    )
+    found = {}
+    for arm in arms:
+        us = [timed[f"{arm.name}|{kind}"].median_us for kind in kinds]
+        found[arm.name] = (us[0], us[1] if len(us) > 1 else None)
+    del graphs
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def deciding(times: tuple[float, float | None]) -> float:
+    """The figure that counts: the round's where there is one."""
+    return times[0] if times[1] is None else times[1]
+
+
+def _fastest(times: Times, arms: Sequence[Arm], lane: str, count: int) -> list[str]:
+    of_lane = [arm.name for arm in arms if arm.lane == lane]
+    return sorted(of_lane, key=lambda name: deciding(times[name]))[:count]
+
+
+def _shortlist(best: Mapping[int, list[str]], batch: int) -> list[str]:
+    """What to time at ``batch``: its own best, or those of the surveyed sizes around it."""
+    if batch in best:
+        return best[batch]
+    below = max(size for size in best if size < batch)
+    above = min(size for size in best if size > batch)
+    return list(dict.fromkeys(best[below] + best[above]))
+
+
+def _figures(
+    group: Group,
+    sizes: Sequence[int],
+    passes: Sequence[Mapping[int, Times]],
+    by_name: Mapping[str, Arm],
+    reasons: Mapping[str, str],
+) -> dict[int, dict[str, LaneFigures]]:
+    lanes: dict[int, dict[str, LaneFigures]] = {}
+    before: dict[str, str] = {}
+    for batch in sizes:
+        lanes[batch] = {}
+        for lane in group.lanes:
+            names = [name for name in passes[0][batch] if by_name[name].lane == lane]
+            if not names:
+                lanes[batch][lane] = LaneFigures(why=reasons[lane])
+                continue
+            means = {name: statistics.fmean(deciding(found[batch][name]) for found in passes) for name in names}
+            name = min(means, key=means.__getitem__)
+            usual = before.get(lane)
+            if usual in means and means[usual] <= (1 + SAME) * means[name]:
+                name = usual
+            before[lane] = name
+            times = [found[batch][name] for found in passes]
+            rounds = tuple(us for _, us in times if us is not None)
+            lanes[batch][lane] = LaneFigures(tuple(us for us, _ in times), rounds, by_name[name].config)
+    return lanes
+
+
+def _reason(failures: Sequence[Failure], lane: str) -> str:
+    errors = [f.error for f in failures if f.lane == lane]
+    return f"no configuration could be timed; the first said: {errors[0]}"[:390] if errors else "no configuration fits"

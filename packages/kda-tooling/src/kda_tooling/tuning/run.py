@@ -1,0 +1,165 @@
+"""A whole tuning run: compile, measure group by group, and keep the table on disk up to date after each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from kda_backend.gate import Cell, CellKey, Provenance, Table, judged, load_table, table_name, write_table
+from kda_backend.lanes import Target
+from kda_tooling.bench.machine import Machine, describe_machine
+from kda_tooling.bench.settings import DTYPES
+from kda_tooling.bench.sweep import check_memory
+from kda_tooling.tuning.compiling import Failure, compile_candidates
+from kda_tooling.tuning.measure import FINAL_PASSES, measure_group
+from kda_tooling.tuning.settings import Group, TuneSettings
+
+TIMING = (
+    f"CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of {FINAL_PASSES}; "
+    "inputs and graphs of each pass are its own"
+)
+
+
+@dataclass
+class TuneResult:
+    """What a run came to.
+
+    Args:
+        table: every cell that is in the file now.
+        path: the file.
+        measured: keys that this run measured.
+        failures: candidates that were not timed.
+        seconds: of compiling, and of each group's measuring.
+    """
+
+    table: Table
+    path: Path
+    measured: list[CellKey] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def provenance_of(settings: TuneSettings, machine: Machine, command: str) -> Provenance:
+    """Where this run's figures are from."""
+    return Provenance(
+        command=command, git_sha=machine.commit, date=machine.date, gpu=machine.gpu, driver=machine.driver,
+        torch=machine.torch, triton=machine.triton, timing=TIMING, margin=settings.margin, passes=settings.passes,
+    )  # fmt: skip
+
+
+def arch_of(machine: Machine) -> str:
+    """What a table calls the machine's architecture: "sm90", or the backend's name."""
+    return str(Target("cuda", machine.sm) if torch.version.hip is None else Target("hip"))
+
+
+def device_memory() -> int:
+    """Bytes of the current CUDA device."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def start_table(settings: TuneSettings, machine: Machine, command: str, into: Path, fresh: bool) -> tuple[Table, Path]:
+    """The table to add cells to, and its file: what the folder ``into`` has of it already, or none yet.
+
+    Raises:
+        ValueError: what is there cannot be read, or was measured with other versions or rules, so that its cells cannot
+            stand beside new ones; ``fresh`` leaves it out of account.
+    """
+    dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
+    path = into / table_name(settings.shape, machine.gpu, dtype)
+    own = provenance_of(settings, machine, command)
+    new = Table(settings.shape, machine.gpu, arch_of(machine), dtype, own)
+    if fresh or not path.exists():
+        return new, path
+    old = load_table(path)
+    for name in ("gpu", "driver", "torch", "triton", "timing", "margin", "passes"):
+        before, now = getattr(old.provenance, name), getattr(own, name)
+        if before != now:
+            raise ValueError(
+                f"{path} has cells measured with {name} {before}, this run has {now}: figures of both cannot stand in "
+                "one table. Give another --into, or --fresh to leave them out"
+            )
+    both = replace(
+        own, command=_joined(old.provenance.command, own.command), git_sha=_joined(old.provenance.git_sha, own.git_sha)
+    )
+    return replace(new, provenance=both, cells=old.cells), path
+
+
+def _joined(before: str, now: str) -> str:
+    """Both, in the order of the runs, each once."""
+    return "; ".join(dict.fromkeys([*before.split("; "), now]))
+
+
+def with_cells(table: Table, cells: list[Cell]) -> Table:
+    """``table`` with ``cells`` in place of those of the same keys."""
+    return replace(table, cells=tuple((dict(table.by_key) | {cell.key: cell for cell in cells}).values()))
+
+
+def run_tune(
+    settings: TuneSettings,
+    command: str,
+    into: Path,
+    *,
+    fresh: bool = False,
+    resume: bool = False,
+    on_compiled: Callable[[int, int], None] = lambda done, of: None,
+    on_group: Callable[[Group, int, int], None] = lambda group, done, of: None,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> TuneResult:
+    """Tune on the current CUDA device. The file is written, whole, after every group.
+
+    Args:
+        settings: what to measure.
+        command: as it was called, for the table.
+        into: folder of the table.
+        fresh: cells that the file has already are dropped.
+        resume: groups that the file has already, every batch size of them, are left as they are.
+        on_compiled: called with (done, of) while compiling.
+        on_group, on_step: called before each group, and before each of its steps.
+
+    Raises:
+        ValueError: see `start_table` and `kda_tooling.bench.sweep.check_memory`.
+    """
+    machine = describe_machine()
+    table, path = start_table(settings, machine, command, into, fresh)
+    result = TuneResult(table, path)
+    groups = [
+        group
+        for group in settings.groups()
+        if not (resume and all(group.key(batch) in table.by_key for batch in settings.batch_sizes))
+    ]
+    for group in groups:
+        check_memory(settings.sweep_settings(group), machine.l2_bytes, device_memory())
+    started = time.monotonic()
+    compiled = compile_candidates(settings, groups, torch.version.hip is None, on_compiled)
+    result.seconds["compiling"] = time.monotonic() - started
+    result.failures += compiled.failures
+    for index, group in enumerate(groups):
+        on_group(group, index, len(groups))
+        started = time.monotonic()
+        measured = measure_group(settings, group, compiled, machine.l2_bytes, on_step=on_step)
+        result.failures += measured.failures
+        cells = [judged(group.key(batch), lanes, settings.margin) for batch, lanes in measured.lanes.items()]
+        result.table = with_cells(result.table, cells)
+        write_table(result.table, into)
+        result.measured += [cell.key for cell in cells]
+        result.seconds[str(group)] = time.monotonic() - started
+    if groups and load_table(path) != result.table:
+        raise RuntimeError(f"{path} read back is not the table that was written")
+    return result
+
+
+def changes(result: TuneResult, other: Table) -> list[str]:
+    """The measured cells whose verdict is not ``other``'s, in words."""
+    found = []
+    for key in result.measured:
+        new, old = result.table.by_key[key], other.by_key.get(key)
+        verdict = result.table.verdict(new)
+        if old is None:
+            found.append(f"{key}: {verdict}, not in the table")
+        elif (before := other.verdict(old)) != verdict:
+            found.append(f"{key}: {verdict}, the table says {before}")
+    return found

@@ -1,0 +1,127 @@
+"""What a tuning run is asked to do, checked before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from kda_backend import MODES
+from kda_backend.gate import CellKey
+from kda_backend.gate.cells import GATES, LEAST_PASSES, MOST_PASSES, OPTIONS, lanes_of
+from kda_backend.gate.table import MOST_MARGIN
+from kda_kernels import FORMS, KdaShape
+from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
+
+DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEFAULT_DRAFT_TOKENS = (2, 3, 4, 5, 6, 7, 8)
+SAFE_BOUND = -5.0
+"""Lower bound of the safe gate that is timed; its value costs nothing, whether there is one does."""
+
+MOST_FINALISTS = 16
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """Cells that differ in B only: they share their compiled kernels, and are measured together."""
+
+    gate: str
+    form: str
+    mode: str
+    option: str
+    draft_tokens: int
+
+    def key(self, batch: int) -> CellKey:
+        """The key of the cell at ``batch``."""
+        return CellKey(self.gate, self.form, self.mode, self.option, self.draft_tokens, batch)
+
+    @property
+    def lanes(self) -> tuple[str, str]:
+        """(unfused lane, fused lane)."""
+        return lanes_of(self.mode)
+
+    def __str__(self) -> str:
+        words = [self.form, self.mode, f"T={self.draft_tokens}"]
+        words += [self.option] if self.option != OPTIONS[0] else []
+        return " ".join(words + ([f"{self.gate} gate"] if self.gate != GATES[0] else []))
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """Settings of a tuning run.
+
+    Args:
+        shape: head layout of a layer.
+        dtype: "bf16" or "fp16".
+        gates, forms, modes, options: of `kda_backend.gate.cells.GATES`, `kda_kernels.FORMS`, `kda_backend.MODES` and
+            `kda_backend.gate.cells.OPTIONS`; combinations that no kernel takes are left out.
+        draft_tokens, batch_sizes: T and B of the cells.
+        margin: share of unfused's time by which fused has to win each pass.
+        passes: independent passes.
+        finalists: configurations per lane and B that are timed in every pass.
+        seed: of the random inputs of the first pass.
+
+    Raises:
+        ValueError: a value is unknown, out of range, or nothing is left to measure; the message names the option.
+    """
+
+    shape: KdaShape = DEFAULT_SHAPE
+    dtype: str = "bf16"
+    gates: tuple[str, ...] = GATES[:1]
+    forms: tuple[str, ...] = FORMS
+    modes: tuple[str, ...] = MODES
+    options: tuple[str, ...] = OPTIONS[:1]
+    draft_tokens: tuple[int, ...] = DEFAULT_DRAFT_TOKENS
+    batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+    margin: float = 0.02
+    passes: int = LEAST_PASSES
+    finalists: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for option, values, allowed in (
+            ("--gate", self.gates, GATES), ("--form", self.forms, FORMS), ("--mode", self.modes, MODES),
+            ("--option", self.options, OPTIONS),
+        ):  # fmt: skip
+            wrong = [value for value in values if value not in allowed]
+            if wrong or not values:
+                raise ValueError(f"{option} must name some of {', '.join(allowed)}; got {', '.join(wrong) or 'none'}")
+        for option, number, least, most in (
+            ("--passes", self.passes, LEAST_PASSES, MOST_PASSES),
+            ("--finalists", self.finalists, 1, MOST_FINALISTS),
+        ):
+            if not least <= number <= most:
+                raise ValueError(f"{option} must be within {least}..{most}; got {number}")
+        if not 0 <= self.margin < MOST_MARGIN:
+            raise ValueError(f"--margin must be a share from 0 to below {MOST_MARGIN}; got {self.margin}")
+        for draft_tokens in self.draft_tokens:
+            SweepSettings(
+                batch_sizes=self.batch_sizes, draft_tokens=(draft_tokens,), shape=self.shape, dtype=self.dtype
+            )
+        if not self.groups():
+            raise ValueError(
+                "--form, --mode, --option and --draft-tokens leave nothing to measure: form chunked and fold-on-verify "
+                "go with mode ring only, and form chunked takes up to 16 tokens"
+            )
+
+    def groups(self) -> list[Group]:
+        """The groups that some kernel takes, in the order of measurement: all of a T together."""
+        found = []
+        for t, gate, form, mode, option in itertools.product(
+            self.draft_tokens, self.gates, self.forms, self.modes, self.options
+        ):
+            group = Group(gate, form, mode, option, t)
+            try:
+                group.key(1)
+            except ValueError:
+                continue
+            found.append(group)
+        return found
+
+    def sweep_settings(self, group: Group, seed: int = 0) -> SweepSettings:
+        """The settings that a sweep of ``group``'s cells would have."""
+        return SweepSettings(
+            lanes=group.lanes, batch_sizes=self.batch_sizes, draft_tokens=(group.draft_tokens,), shape=self.shape,
+            dtype=self.dtype, lower_bound=SAFE_BOUND if group.gate == GATES[0] else None, forms=(group.form,),
+            kind="verify" if group.option == OPTIONS[0] else "round",
+            fold_on_verify="fold-on-verify" in group.option, seed=seed,
+        )  # fmt: skip
