@@ -135,7 +135,8 @@ def gpu(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 def sanitize(session: nox.Session) -> None:
     """Every kernel at small shapes under compute-sanitizer: memcheck, racecheck, initcheck. Needs a GPU."""
-    DevEnvironment.python(session, "-m", "tests.sanitize", env=COMPILED)  # compiles, so that no tool sees a compiler
+    # First without a tool, so that none sees a compiler, and compiling in parallel.
+    DevEnvironment.python(session, "-m", "tests.sanitize", "--jobs", "8", env=COMPILED)
     for tool in session.posargs or ("memcheck", "racecheck", "initcheck"):
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(DevEnvironment.bin / "python"))
         session.run(*command, "-m", "tests.sanitize", env=COMPILED, external=True)

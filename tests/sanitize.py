@@ -2,14 +2,21 @@
 
 Buffers stand between canaries and requests beside unowned slots (`tests.support.cases`), so a stray access that stays
 within an allocation shows too: each outcome is compared with the portable kernel's, whole buffers and all.
+
+``--jobs N`` spreads the checks over N processes, which fills Triton's disk cache sooner than one.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from kda_kernels import LaunchConfig, scatter_conv, scatter_snapshots, verify_fused, verify_unfused
 from kda_kernels.buffers import Snapshots
@@ -19,38 +26,26 @@ from kda_kernels.defaults import (
     FOLD_SHORT,
     LONE_HEADS,
     MANY_HEADS,
+    MANY_HEADS_CAPPED,
     MANY_HEADS_LONG_DRAFT,
     PORTABLE,
     SOME_HEADS_STATE_FIRST,
 )
 from tests.support.cases import Case, Problem, make_problem
 from tests.support.commits import fold_problem, verified
+from tests.support.pending import Rounds
 
 CASES = (
     Case(B=3, T=3, H=1, HV=2, K=64, padded=(1,), pitch=3, bias=False, dtype=torch.float16),
     Case(B=2, T=8, H=1, HV=1, K=128, lower_bound=-5.0, length=5),
 )
 CONFIGS = (PORTABLE, LONE_HEADS, FEW_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS, MANY_HEADS_LONG_DRAFT)
+FOLDING = (PORTABLE, FEW_HEADS, MANY_HEADS_CAPPED, MANY_HEADS_LONG_DRAFT)
+"""Of verify with a pending fold."""
 
-
-def verifies(problem: Problem, config: LaunchConfig) -> Iterator[tuple[str, Problem]]:
-    """(what, outcome) of every lane, record and form."""
-    for op in (verify_fused, verify_unfused):
-        for record, form in (("ring", "recurrent"), ("snapshots", "recurrent"), ("ring", "chunked")):
-            yield f"{record} {form}", problem.run(op, record, config=config, form=form, indices_ready=True)
-
-
-def batches(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """(what, outcome) of a ragged batch and of trees, in the lane that takes them."""
-    case = problem.case
-    starts = torch.arange(case.B + 1, dtype=torch.int32, device="cuda") * (case.T - 1)  # B rows belong to no request
-    parents = (torch.arange(case.T, dtype=torch.int32, device="cuda") - 2).clamp(min=-1).repeat(case.B, 1)
-    for record, options in (
-        ("ring", {"starts": starts}),
-        ("snapshots", {"starts": starts}),
-        ("snapshots", {"parents": parents}),
-    ):
-        yield f"{record} {', '.join(options)}", problem.run(verify_unfused, record, **options)
+Op = Callable[..., torch.Tensor]
+DEVICE = "cuda"
+problem_of = functools.cache(functools.partial(make_problem, device=DEVICE))
 
 
 def same(one: Problem, two: Problem) -> bool:
@@ -60,13 +55,39 @@ def same(one: Problem, two: Problem) -> bool:
     )
 
 
-def commits(problem: Problem) -> Iterator[tuple[str, bool]]:
-    """Fold in every configuration, scatters, tracking; (what, whether the bits are right)."""
-    accept = torch.arange(1, problem.case.B + 1, dtype=torch.int32, device="cuda").clamp(max=problem.case.L)
+@functools.cache
+def portable(case: Case, op: Op, record: str, form: str) -> Problem:
+    """The outcome that the other configurations must have."""
+    return problem_of(case).run(op, record, config=PORTABLE, form=form, indices_ready=True)
+
+
+def verifies(case: Case, op: Op, record: str, form: str, config: LaunchConfig) -> Iterator[tuple[str, bool]]:
+    """One lane, record and form in one configuration; (what, whether the bits are right)."""
+    got = problem_of(case).run(op, record, config=config, form=form, indices_ready=True)
+    yield f"{op.__name__} {record} {form} {config}", same(got, portable(case, op, record, form))
+
+
+def batches(case: Case) -> Iterator[tuple[str, bool]]:
+    """A ragged batch and trees, in the lane that takes them; twice: what is not written must not differ either."""
+    starts = torch.arange(case.B + 1, dtype=torch.int32, device=DEVICE) * (case.T - 1)  # B rows belong to no request
+    parents = (torch.arange(case.T, dtype=torch.int32, device=DEVICE) - 2).clamp(min=-1).repeat(case.B, 1)
+    for record, options in (
+        ("ring", {"starts": starts}),
+        ("snapshots", {"starts": starts}),
+        ("snapshots", {"parents": parents}),
+    ):
+        one, two = (problem_of(case).run(verify_unfused, record, **options) for _ in range(2))
+        yield f"{record} {', '.join(options)}", same(one, two)
+
+
+def commits(case: Case) -> Iterator[tuple[str, bool]]:
+    """Fold in every configuration, scatters, tracking."""
+    problem = verified(case, DEVICE)
+    accept = torch.arange(1, case.B + 1, dtype=torch.int32, device=DEVICE).clamp(max=case.L)
     expected = fold_problem(problem, accept, config=PORTABLE)
     for config in (FOLD_SHORT, FOLD_LONG):
-        yield "fold", same(fold_problem(problem, accept, config=config), expected)
-    common = {"slots": problem.slots, "accept_lens": accept, "draft_tokens": problem.case.T}
+        yield f"fold {config}", same(fold_problem(problem, accept, config=config), expected)
+    common = {"slots": problem.slots, "accept_lens": accept, "draft_tokens": case.T}
     track = torch.full_like(accept, -1), torch.zeros_like(accept)
     outcome = problem.fork()
     scatter_conv(
@@ -79,25 +100,68 @@ def commits(problem: Problem) -> Iterator[tuple[str, bool]]:
     )
 
 
-def main() -> int:
-    """Run everything; 1 where bits differ."""
-    wrong = []
+def folding(case: Case, op: Op, form: str, config: LaunchConfig) -> Iterator[tuple[str, bool]]:
+    """Rounds that fold on verify and a flush, beside rounds that fold at commit."""
+    rounds, ends = Rounds(case, DEVICE, op), [min(case.T, case.L), 1, 0][: case.B]
+    try:
+        for accept in (ends, ends[::-1]):
+            rounds.round(accept, config=config, form=form, indices_ready=True)
+        rounds.flush()
+        rounds.assert_same_states()
+    except AssertionError:
+        yield f"{op.__name__} {form} pending {config}", False
+
+
+def folding_ragged(case: Case) -> Iterator[tuple[str, bool]]:
+    """A ragged round that folds on verify, then one whose commit tracks, which flushes."""
+    rounds = Rounds(case, DEVICE)
+    starts = torch.arange(case.B + 1, dtype=torch.int32, device=DEVICE) * (case.T - 1)
+    spare = sorted(set(range(case.B + case.spare_slots)) - set(rounds.slots.tolist()))
+    track = torch.tensor([spare[0], *[-1] * (case.B - 1)], device=DEVICE)
+    try:
+        rounds.round([1] * case.B)
+        rounds.draw()
+        rounds.verify(starts=starts)
+        rounds.commit([2] * case.B, starts=starts, track_slots=track, track_steps=torch.zeros_like(track))
+        rounds.assert_same_states()
+    except AssertionError:
+        yield "ragged pending", False
+
+
+def checks() -> tuple[list[functools.partial[Any]], list[functools.partial[Any]]]:
+    """Every check: those that compile the portable kernels, and then those that compare with them."""
+    lanes = [(op, form) for op in (verify_fused, verify_unfused) for form in ("recurrent", "chunked")]
+    first, then = [], []
     for case in CASES:
-        problem = make_problem(case, "cuda")
-        expected = dict(verifies(problem, PORTABLE))
         for config in CONFIGS:
-            wrong += [
-                f"{case.id} {config} {what}" for what, got in verifies(problem, config) if not same(got, expected[what])
-            ]
-        again = dict(batches(problem))  # twice: what is not written must not differ either
-        wrong += [f"{case.id} {what}" for what, got in batches(problem) if not same(got, again[what])]
-        wrong += [f"{case.id} {what}" for what, right in commits(verified(case, "cuda")) if not right]
+            kinds = [*(("ring", *lane) for lane in lanes), *(("snapshots", *lane) for lane in lanes[::2])]
+            own = [functools.partial(verifies, case, op, record, form, config) for record, op, form in kinds]
+            (first if config is PORTABLE else then).extend(own)
+        then += [functools.partial(batches, case), functools.partial(commits, case)]
+        then += [functools.partial(folding, case, *lane, config) for config in FOLDING for lane in lanes]
+        then.append(functools.partial(folding_ragged, case))
+    return first, then
+
+
+def wrong_in(check: functools.partial[Iterator[tuple[str, bool]]]) -> list[str]:
+    """What has other bits, by the case and what was run."""
+    found = [f"{check.args[0].id} {what}" for what, right in check() if not right]
     torch.cuda.synchronize()
-    sys.stdout.write(
-        "\n".join([*wrong, f"{len(CASES)} cases, {len(CONFIGS)} configurations, {len(wrong)} with other bits\n"])
-    )
-    return bool(wrong)
+    return found
+
+
+def main(jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1) -> None:
+    """Run everything; exit status 1 where bits differ."""
+    every, wrong = checks(), []
+    for some in every:
+        if jobs == 1:
+            wrong += [one for check in some for one in wrong_in(check)]
+        else:
+            with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+                wrong += [one for found in pool.map(wrong_in, some) for one in found]
+    sys.stdout.write("\n".join([*wrong, f"{sum(map(len, every))} checks, {len(wrong)} with other bits\n"]))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)
