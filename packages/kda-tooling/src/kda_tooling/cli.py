@@ -12,6 +12,7 @@ from kda_tooling.commands import (
     compile_report,
     demo,
     doctor,
+    gate,
     host_time,
     memory,
     report,
@@ -50,6 +51,7 @@ accuracy.register(app)
 host_time.register(app)
 memory.register(app)
 doctor.register(app)
+gate.register(app)
 
 
 def _show_version(asked: bool) -> None:

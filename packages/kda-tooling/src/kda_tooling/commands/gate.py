@@ -1,0 +1,278 @@
+"""`kda gate`: why the dispatch gate takes a lane, and what its tables say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from kda_tooling.commands.memory import DTYPES, MOST
+from kda_tooling.commands.options import FORMS, check_distinct, check_output_file, refuse, rename_shape_fields
+from kda_tooling.terminal import plain
+
+if TYPE_CHECKING:
+    from kda_backend import Target
+    from kda_backend.gate import Decision, Table
+    from kda_kernels import KdaShape
+
+MODES = ("ring", "snapshots")
+GATES = ("safe", "standard")
+OPTIONS = ("plain", "fold-on-verify", "compact-window", "fold-on-verify+compact-window")
+"""`kda_backend.MODES` and those of `kda_backend.gate`, here so that ``--help`` need not import torch."""
+
+gate = typer.Typer(
+    help="The dispatch gate: why it takes a lane, and what its tables say (docs/gate.md).", no_args_is_help=True
+)
+
+Heads = Annotated[int, typer.Option(max=MOST, help="Query/key heads, H.")]
+HvHeads = Annotated[int | None, typer.Option(max=MOST, help="Value heads, HV; default: as --heads.")]
+HeadKDim = Annotated[int, typer.Option(help="Key channels of a head, K.")]
+HeadVDim = Annotated[int, typer.Option(help="Value channels of a head, V.")]
+DeviceName = Annotated[str | None, typer.Option(help="As torch names the GPU: 'NVIDIA H200'; default: the GPU here.")]
+Dtype = Annotated[str, typer.Option(help="Activation type: bfloat16 or float16.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the same as JSON here ('-': standard output).")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    gate.command(
+        epilog="Examples: [bold]kda gate explain --batch 4 --draft-tokens 4[/bold], [bold]kda gate explain --batch 4 "
+        "--draft-tokens 4 --device-name 'NVIDIA H200' --arch sm90 --json -[/bold]"
+    )(explain)
+    gate.command(
+        epilog="Examples: [bold]kda gate show --heads 8 --device-name 'NVIDIA H200'[/bold], [bold]kda gate show "
+        "'H=8,HV=8,K=128,V=128,device_name=NVIDIA_H200,dtype=bfloat16.json' --plot gate.png[/bold]"
+    )(show)
+    app.add_typer(gate, name="gate")
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise refuse(option, f"{value!r} is none of {', '.join(allowed)}.")
+
+
+def _shape(heads: int, hv_heads: int | None, head_k_dim: int, head_v_dim: int) -> KdaShape:
+    from kda_kernels import KdaShape
+
+    try:
+        return KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim)
+    except ValueError as error:
+        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+
+
+def _gpu_here() -> int | None:
+    """Index of the GPU of this process, or None."""
+    import torch
+
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _device_name(given: str | None) -> str:
+    if given is not None:
+        return given
+    if (index := _gpu_here()) is None:
+        raise refuse("--device-name", "torch sees no GPU here; name one, such as 'NVIDIA H200'.")
+    import torch
+
+    return torch.cuda.get_device_name(index)
+
+
+def _target(arch: str | None, device_name: str | None) -> Target:
+    """The target of ``--arch``, or of the GPU here."""
+    from kda_backend import Target
+
+    if arch is None:
+        if device_name is not None:
+            raise refuse("--arch", f"must be given for the device {device_name!r}: sm90, sm100 and so on, or hip.")
+        if (index := _gpu_here()) is None:
+            raise refuse("--arch", "torch sees no GPU here; give --device-name 'NVIDIA H200' --arch sm90, say.")
+        import torch
+
+        if torch.version.hip is not None:
+            return Target("hip")
+        major, minor = torch.cuda.get_device_capability(index)
+        return Target("cuda", 10 * major + minor)
+    if arch in ("hip", "interpreter"):
+        return Target(arch)
+    match = re.fullmatch(r"(?:sm_?)?([1-9][0-9]{1,2})", arch, re.ASCII)
+    if match is None:
+        raise refuse("--arch", f"{arch!r} is no architecture; allowed are sm80, sm90 and so on, hip, interpreter.")
+    return Target("cuda", int(match[1]))
+
+
+def _check_json(json_file: Path | None) -> None:
+    if json_file is not None and str(json_file) != "-":
+        check_output_file("--json", json_file)
+
+
+def _console(json_file: Path | None) -> Console:
+    """Where people read; beside JSON on standard output, that is standard error."""
+    console = Console(stderr=str(json_file) == "-")
+    return console if console.is_terminal else Console(stderr=str(json_file) == "-", width=160)
+
+
+def _write_json(json_file: Path | None, data: dict[str, Any]) -> None:
+    if json_file is None:
+        return
+    text = json.dumps(data, allow_nan=False, indent=1)
+    if str(json_file) == "-":
+        typer.echo(text)
+    else:
+        json_file.write_text(text + "\n", encoding="utf-8")
+
+
+def explain(
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Requests in the batch, B.")],
+    draft_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens verified per request, T.")],
+    heads: Heads = 8,
+    hv_heads: HvHeads = None,
+    head_k_dim: HeadKDim = 128,
+    head_v_dim: HeadVDim = 128,
+    mode: Annotated[str, typer.Option(help=f"State mode: {' or '.join(MODES)}.")] = MODES[0],
+    form: Annotated[str, typer.Option(help=f"Form of the output: {' or '.join(FORMS)}.")] = FORMS[0],
+    option: Annotated[str, typer.Option(help=f"Of the pool: {', '.join(OPTIONS)}.")] = OPTIONS[0],
+    gate: Annotated[str, typer.Option(help="safe (the layers have a lower bound) or standard.")] = GATES[0],
+    ragged: Annotated[bool, typer.Option("--ragged", help="The requests' lengths differ.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="The tokens have parents.")] = False,
+    device_name: DeviceName = None,
+    arch: Annotated[str | None, typer.Option(help="sm90, sm100, ... or hip; default: that of the GPU here.")] = None,
+    dtype: Dtype = DTYPES[0],
+    tables: Annotated[
+        Path | None,
+        typer.Option(help="The user's folder of tables; default: KDA_GATE_TABLES.", exists=True, file_okay=False),
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Print which lane the gate takes, how it is launched, and every step on the way with what it said.
+
+    Environment variables count as in a served process.
+    """
+    for name, value, allowed in (
+        ("--mode", mode, MODES), ("--form", form, FORMS), ("--option", option, OPTIONS), ("--gate", gate, GATES),
+        ("--dtype", dtype, DTYPES),
+    ):  # fmt: skip
+        _one_of(name, value, allowed)
+    _check_json(json_file)
+    import torch
+
+    from kda_backend.gate import decide
+    from kda_backend.gate.env import TABLES
+
+    shape, target = _shape(heads, hv_heads, head_k_dim, head_v_dim), _target(arch, device_name)
+    question: dict[str, Any] = {
+        "mode": mode, "batch": batch, "draft_tokens": draft_tokens, "device_name": _device_name(device_name),
+        "form": form, "safe_gate": gate == "safe", "option": option, "ragged": ragged, "tree": tree,
+    }  # fmt: skip
+    environ = dict(os.environ) | ({} if tables is None else {TABLES: str(tables)})
+    try:
+        decision = decide(shape, **question, target=target, dtype=getattr(torch, dtype), environ=environ)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    question |= {"arch": str(target), "dtype": dtype, "shape": asdict(shape)}
+    if str(json_file) != "-":
+        _show_decision(question, decision, _console(json_file))
+    _write_json(json_file, {"question": question, **_decision_data(decision)})
+
+
+def _decision_data(decision: Decision) -> dict[str, Any]:
+    from kda_backend.gate.cells import config_fields
+
+    return {
+        "lane": decision.lane, "launch": None if decision.launch is None else config_fields(decision.launch),
+        "source": decision.source, "reason": decision.reason,
+        "steps": [step._asdict() for step in decision.steps],
+    }  # fmt: skip
+
+
+def _show_decision(question: dict[str, Any], decision: Decision, console: Console) -> None:
+    shape = question["shape"]
+    console.print(
+        plain(
+            f"{question['device_name']} ({question['arch']}), H = {shape['num_heads']}, HV = {shape['num_v_heads']}, "
+            f"K = {shape['head_k_dim']}, V = {shape['head_v_dim']}, {question['dtype']}, "
+            f"{'safe' if question['safe_gate'] else 'standard'} gate, {question['form']}, {question['mode']}, "
+            f"{question['option']}, T = {question['draft_tokens']}, B = {question['batch']}"
+            + ", ragged" * question["ragged"] + ", a tree" * question["tree"]
+        ),
+        highlight=False,
+    )  # fmt: skip
+    table = RichTable(show_header=True)
+    for column in ("", "step", "what it said"):
+        table.add_column(column, overflow="fold")
+    for number, step in enumerate(decision.steps, 1):
+        table.add_row(str(number), plain(step.name), plain(step.said))
+    console.print(table)
+    fields = _decision_data(decision)["launch"]
+    launch = "the kernels' own" if fields is None else ", ".join(f"{name} {value}" for name, value in fields.items())
+    console.print(f"[bold]{plain(decision.lane)}[/bold], source: {plain(decision.source)}; launch: {plain(launch)}",
+                  highlight=False)  # fmt: skip
+
+
+def show(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A table; or name one by heads and device.", exists=True, dir_okay=False),
+    ] = None,
+    heads: Heads = 8,
+    hv_heads: HvHeads = None,
+    head_k_dim: HeadKDim = 128,
+    head_v_dim: HeadVDim = 128,
+    device_name: DeviceName = None,
+    dtype: Dtype = DTYPES[0],
+    tables: Annotated[
+        Path | None, typer.Option(help="Folder to look in; default: the packaged tables.", exists=True, file_okay=False)
+    ] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the picture here (.png, .svg, .pdf).")] = None,
+    json_file: Json = None,
+) -> None:
+    """Show a table: the lane taken at each T and B, and fused over unfused time there."""
+    _one_of("--dtype", dtype, DTYPES)
+    _check_json(json_file)
+    check_distinct({"FILE": file, "--plot": picture, "--json": None if str(json_file) == "-" else json_file})
+    from kda_backend.gate import TableError, load_table
+    from kda_tooling.gate.grid import LEGEND, as_data, heading, rich_tables
+    from kda_tooling.gate.picture import plot
+
+    if file is None:
+        file = _named_table(tables, _shape(heads, hv_heads, head_k_dim, head_v_dim), _device_name(device_name), dtype)
+    try:
+        table: Table = load_table(file)
+        if picture is not None:
+            plot(table, picture)
+    except (TableError, ValueError) as error:
+        raise typer.BadParameter(plain(error)) from None
+    console = _console(json_file)
+    for doubt in table.doubts:
+        Console(stderr=True).print(f"[yellow]unfused, edited by hand?[/yellow] {plain(doubt)}", highlight=False)
+    if str(json_file) != "-":
+        console.print(plain(heading(table)), highlight=False)
+        for grid in rich_tables(table):
+            console.print(grid)
+        console.print(LEGEND if table.cells else "no cells", highlight=False, style="dim")
+    if picture is not None:
+        typer.echo(f"drew {picture}", err=True)
+    _write_json(json_file, as_data(table))
+
+
+def _named_table(folder: Path | None, shape: KdaShape, device_name: str, dtype: str) -> Path:
+    """The file of the table for these heads. Raises ``typer.BadParameter`` if it is not there."""
+    from kda_backend.gate import table_name
+    from kda_backend.gate.folders import PACKAGED
+
+    where = Path(PACKAGED) if folder is None else folder
+    try:
+        path = where / table_name(shape, device_name, dtype)
+    except ValueError as error:
+        raise refuse("--device-name", str(error)) from None
+    if not path.is_file():
+        there = sorted(each.name for each in where.glob("*.json"))
+        listed = "no table at all" if not there else "these: " + "; ".join(there[:20])
+        raise typer.BadParameter(plain(f"there is no {path.name} in {where}, but {listed}."))
+    return path

@@ -1,0 +1,1 @@
+"""What `kda gate` shows of tables and decisions."""
