@@ -86,7 +86,7 @@ class Guarded:
             inner *= n
         generator = torch.Generator(device).manual_seed(seed)
         numel = size[0] * (inner + pitch) + 2 * GUARD
-        integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         limits = torch.iinfo(integers)
         bits = torch.randint(limits.min, limits.max, (numel,), dtype=integers, device=device, generator=generator)
         return cls(bits.view(dtype), size, (inner + pitch, *reversed(strides)), GUARD)

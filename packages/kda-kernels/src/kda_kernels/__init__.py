@@ -11,6 +11,8 @@ from kda_kernels.commit import fold, scatter_conv, scatter_snapshots
 from kda_kernels.commit_checks import fold_reason, scatter_reason
 from kda_kernels.errors import ErrorKind, describe_errors, new_error_counts
 from kda_kernels.flush_checks import advance_reason, flush_reason
+from kda_kernels.gather import gather_conv
+from kda_kernels.gather_checks import gather_reason
 from kda_kernels.pending import advance, flush
 from kda_kernels.reference import (
     fold_reference,
@@ -19,6 +21,7 @@ from kda_kernels.reference import (
     scatter_snapshots_reference,
     verify_reference,
 )
+from kda_kernels.reference_gather import gather_conv_reference
 from kda_kernels.reference_pending import advance_reference, flush_reference
 from kda_kernels.shapes import CONV_WIDTH, FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig
 from kda_kernels.verify import verify_fused, verify_unfused
@@ -47,6 +50,9 @@ __all__ = [
     "fold",
     "fold_reason",
     "fold_reference",
+    "gather_conv",
+    "gather_conv_reference",
+    "gather_reason",
     "host_checks",
     "new_error_counts",
     "reference_precision",

@@ -1,4 +1,4 @@
-"""The arguments of a fold and of a scatter as one value each, and their launches."""
+"""The arguments of a fold, of a scatter and of a gather as one value each, and their launches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kda_kernels._gluon.commit import fold_gluon_kernel
 from kda_kernels._launch import launch, pitch
 from kda_kernels._replay import Ticket, remember
 from kda_kernels._triton.commit import fold_kernel, scatter_kernel
+from kda_kernels._triton.gather import gather_kernel
 from kda_kernels.buffers import Ring
 from kda_kernels.defaults import default_fold_config
 from kda_kernels.shapes import KdaShape, LaunchConfig
@@ -20,6 +21,9 @@ SCATTER_BYTES = 8192
 """Per program."""
 
 SCATTER_NUM_WARPS = 4
+
+GATHER_CHANNELS = 1024
+"""Per program, at most: 16 bytes of each column for each thread."""
 
 
 class FoldCall(NamedTuple):
@@ -106,6 +110,41 @@ class ScatterCall(NamedTuple):
             optional = ("rows", "track_slots", "track_steps", "errors", "starts")
             given = [name for name in optional if getattr(self, name) is not None]
             remember(ticket, ["dst", "src", "slots", "accept_lens", *given], [(launched, {})])
+
+
+class GatherCall(NamedTuple):
+    """The arguments of `gather_conv`."""
+
+    conv_state: torch.Tensor
+    kept_inputs: torch.Tensor
+    slots: torch.Tensor
+    accept_lens: torch.Tensor
+    draft_tokens: int
+    starts: torch.Tensor | None
+    track_slots: torch.Tensor | None
+    track_steps: torch.Tensor | None
+    errors: torch.Tensor | None
+    pdl: bool | None
+
+    def launch(self, ticket: Ticket | None) -> None:
+        """Launch this call, which was accepted, and remember it."""
+        conv_state, batch, d = self.conv_state, self.slots.shape[0], self.conv_state.shape[-1]
+        block = min(GATHER_CHANNELS, d & -d)  # the largest power of two that divides D, a multiple of 64
+        launched = launch(
+            gather_kernel,
+            conv_state.shape[0] * batch * (d // block),
+            (
+                *_pitched(conv_state), self.kept_inputs,
+                self.slots, self.accept_lens, self.track_slots, self.track_steps, self.errors,
+                conv_state.shape[1], batch, self.draft_tokens, self.starts,
+            ),
+            device=conv_state.device, num_warps=SCATTER_NUM_WARPS, pdl=self.pdl,
+            D=d, BLOCK_D=block, HAS_TRACK=self.track_slots is not None, COUNT=self.errors is not None,
+        )  # fmt: skip
+        if ticket is not None:
+            optional = ("starts", "track_slots", "track_steps", "errors")
+            given = [name for name in optional if getattr(self, name) is not None]
+            remember(ticket, ["conv_state", "kept_inputs", "slots", "accept_lens", *given], [(launched, {})])
 
 
 def _pitched(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:

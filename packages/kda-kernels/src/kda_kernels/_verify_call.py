@@ -65,6 +65,7 @@ class VerifyCall(NamedTuple):
         _, _, varying, tensors = ticket
         memory = MemoryMap(
             tensors[varying : -3 if self.params.conv_bias is None else -4],  # without the parameters
+            kept=self.state.kept_inputs,
             inputs=tensors[:3],
             written={place: tensors[place] for place, name in enumerate(names) if name in ("out", "workspace")},
         )
@@ -91,7 +92,8 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
         tensors.append(workspace)
     varying = len(tensors)
     try:
-        tensors += state.conv_state, state.ssm_state, state.conv_window
+        window = state.conv_window
+        tensors += state.conv_state, state.ssm_state, state.kept_inputs if window is None else window
         if isinstance(record, Ring):
             tensors += record.raw_v, record.raw_k, record.g, record.beta
         else:

@@ -14,6 +14,12 @@ import torch
 
 from kda_kernels.shapes import CONV_WIDTH, KdaShape
 
+KEPT_INPUTS = 3
+"""What `LayerState.kept_inputs` holds of a layer's mixed_qkv: address, row pitch in elements, rows."""
+
+ANY_ROWS = 2**31 - 1
+"""Batch rows where no buffer is indexed by them."""
+
 FOLDED_ROWS = 8
 """Rows of the state for each entry of `PendingFold.folded`: the smallest tile of a program."""
 
@@ -36,7 +42,8 @@ class TensorGroup:
                 f"layer() needs tensors with a leading [layers], got shape {list(first.shape)}: "
                 "allocate with num_layers, or use the group as it is"
             )
-        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})  # type: ignore[arg-type]
+        members = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return type(self)(**{name: None if tensor is None else tensor[index] for name, tensor in members.items()})
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +51,8 @@ class TensorGroup:
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        members = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        return [tensor for tensor in members if tensor is not None]
 
 
 def _lead(num_layers: int | None) -> tuple[int, ...]:
@@ -79,19 +87,33 @@ class LayerParams:
 
 @dataclass(frozen=True, eq=False)
 class LayerState(TensorGroup):
-    """Per-slot state of one layer and the conv windows that verify writes.
+    """Per-slot state of one layer and the conv windows that verify writes, or in their place a note of its inputs.
+
+    The window after token t is columns t + 1 to t + 3 of the slot's three committed columns followed by the request's
+    rows of mixed_qkv. Where those rows stay as they are until the commit, `gather_conv` takes it from there and verify
+    need not write it: give ``kept_inputs`` and no ``conv_window``. Exactly one of the two is given.
 
     Args:
         conv_state: [slots, 3, D] activation dtype, oldest column first. Verify only reads it.
         ssm_state: [slots, HV, V, K] fp32, K contiguous. Verify only reads it.
         conv_window: [rows, steps, 3, D] activation dtype; entry t is the conv state after token t. Rows are batch
-            positions, not slots; ``steps`` is at least the number of draft tokens.
+            positions, not slots; ``steps`` is at least the number of draft tokens. Or None.
+        kept_inputs: [3] int64, packed, or None: verify notes in it, on the device, its mixed_qkv's address, row pitch
+            in elements and number of rows.
     """
 
     _layered_ndim: ClassVar[int] = 4
     conv_state: torch.Tensor
     ssm_state: torch.Tensor
-    conv_window: torch.Tensor
+    conv_window: torch.Tensor | None
+    kept_inputs: torch.Tensor | None = None
+
+    @property
+    def windows(self) -> torch.Tensor:
+        """``conv_window``. Raises ValueError where there are ``kept_inputs`` in its place."""
+        if self.conv_window is None:
+            raise ValueError("this state has kept_inputs and no conv_window: commit it with gather_conv")
+        return self.conv_window
 
     @classmethod
     def allocate(
@@ -104,14 +126,21 @@ class LayerState(TensorGroup):
         dtype: torch.dtype,
         device: torch.device | str,
         num_layers: int | None = None,
+        compact_window: bool = False,
     ) -> LayerState:
-        """Zeroed state for ``slots`` slots and windows for ``rows`` batch rows of ``steps`` tokens."""
+        """Zeroed state for ``slots`` slots and windows for ``rows`` batch rows of ``steps`` tokens.
+
+        With ``compact_window`` no windows (``rows`` and ``steps`` are not looked at) but ``kept_inputs``.
+        """
         lead, columns = _lead(num_layers), CONV_WIDTH - 1
         heads = (shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
         return cls(
             conv_state=torch.zeros(*lead, slots, columns, shape.conv_dim, dtype=dtype, device=device),
             ssm_state=torch.zeros(*lead, slots, *heads, dtype=torch.float32, device=device),
-            conv_window=torch.zeros(*lead, rows, steps, columns, shape.conv_dim, dtype=dtype, device=device),
+            conv_window=None
+            if compact_window
+            else torch.zeros(*lead, rows, steps, columns, shape.conv_dim, dtype=dtype, device=device),
+            kept_inputs=torch.zeros(*lead, KEPT_INPUTS, dtype=torch.int64, device=device) if compact_window else None,
         )
 
 
@@ -231,6 +260,6 @@ class PendingFold(TensorGroup):
 
 
 def common_rows(state: LayerState, record: Ring | Snapshots) -> int:
-    """Batch rows that every row-indexed buffer of a verify has: conv windows, and snapshots where they are kept."""
-    rows = state.conv_window.shape[0]
+    """Batch rows that every row-indexed buffer of a verify has: conv windows and snapshots, where they are kept."""
+    rows = ANY_ROWS if state.conv_window is None else state.conv_window.shape[0]
     return rows if isinstance(record, Ring) else min(rows, record.states.shape[0])

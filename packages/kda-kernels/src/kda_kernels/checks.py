@@ -7,11 +7,21 @@ Those of fold and the scatters are in `kda_kernels.commit_checks`.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from kda_kernels._launch import current_target, device_reason, pdl_reason
 from kda_kernels.batch_checks import lane_reason, parents_reason, starts_reason
-from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots, common_rows
+from kda_kernels.buffers import (
+    KEPT_INPUTS,
+    LayerParams,
+    LayerState,
+    PendingFold,
+    Ring,
+    Snapshots,
+    common_rows,
+)
 from kda_kernels.checking import (
     errors_reason,
     index_reason,
@@ -90,6 +100,28 @@ def _params_reason(params: LayerParams, shape: KdaShape, dtype: torch.dtype, dev
     return reason
 
 
+def _window_reason(
+    state: LayerState, d: int, dtype: torch.dtype, device: torch.device, parents: torch.Tensor | None
+) -> str | None:
+    """Why ``state`` holds neither conv windows nor, in their place, a note of the inputs that trees cannot have."""
+    if (state.conv_window is None) == (state.kept_inputs is None):
+        given = "neither" if state.conv_window is None else "both"
+        return (
+            f"exactly one of state.conv_window and state.kept_inputs must be given, got {given}: windows for "
+            "scatter_conv, kept inputs for gather_conv"
+        )
+    if state.conv_window is not None:
+        sizes = (None, None, CONV_WIDTH - 1, d)
+        return tensor_reason("state.conv_window", state.conv_window, sizes, (dtype,), device, packed=3)
+    if parents is not None:
+        return (
+            "parents must be None where state.kept_inputs takes the place of conv windows: a tree's windows follow its "
+            "paths, gather_conv takes columns of a chain; give a conv_window"
+        )
+    kept = cast(torch.Tensor, state.kept_inputs)
+    return tensor_reason("state.kept_inputs", kept, (KEPT_INPUTS,), (torch.int64,), device, packed=1)
+
+
 def verify_reason(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
@@ -157,9 +189,7 @@ def verify_reason(
         or _params_reason(params, shape, dtype, device)
         or tensor_reason("state.conv_state", state.conv_state, (None, CONV_WIDTH - 1, d), activation, device, packed=2)
         or tensor_reason("state.ssm_state", state.ssm_state, (None, hv, v, k), (torch.float32,), device, packed=3)
-        or tensor_reason(
-            "state.conv_window", state.conv_window, (None, None, CONV_WIDTH - 1, d), activation, device, packed=3
-        )
+        or _window_reason(state, d, dtype, device, parents)
     )
     if reason:
         return reason
@@ -169,7 +199,7 @@ def verify_reason(
             f"state.conv_state must have as many slots as state.ssm_state ({num_slots}), "
             f"got {state.conv_state.shape[0]}"
         )
-    row_buffers = [("state.conv_window", state.conv_window)]
+    row_buffers = [] if state.conv_window is None else [("state.conv_window", state.conv_window)]
     if isinstance(record, Ring):
         ring_slots = num_slots if pending is None else BANKS * num_slots
         reason = ring_reason(record, shape, dtype, device, (ring_slots,)) or _ring_pitch_reason(record)
@@ -236,12 +266,14 @@ def _memory_reason(
     """Why a buffer that verify writes shares memory with another argument, or None."""
     names = ("raw_v", "raw_k", "g", "beta") if isinstance(record, Ring) else ("states",)
     buffers = {f"record.{name}": getattr(record, name) for name in names} | {
-        "state.conv_window": state.conv_window, "state.conv_state": state.conv_state,
-        "state.ssm_state": state.ssm_state,
+        "state.conv_state": state.conv_state, "state.ssm_state": state.ssm_state,
     }  # fmt: skip
+    if state.conv_window is not None:
+        buffers["state.conv_window"] = state.conv_window
     if pending is not None:
         buffers |= {f"pending.{name}": tensor for name, tensor in vars(pending).items()}
-    packed = {name: tensor for name, tensor in (("out", out), ("workspace", workspace)) if tensor is not None}
+    written = (("out", out), ("workspace", workspace), ("state.kept_inputs", state.kept_inputs))
+    packed = {name: tensor for name, tensor in written if tensor is not None}
     inputs = {"mixed_qkv": mixed_qkv, "a": a, "b": b}
     return same_memory_reason(inputs | buffers) or (overlap_reason(packed, inputs | buffers) if packed else None)
 

@@ -1,4 +1,7 @@
-"""Commit the accepted prefix of a verify for all layers at once: fold the ring, or copy snapshots; copy windows."""
+"""Commit the accepted prefix of a verify for all layers at once: fold the ring, or copy snapshots; copy windows.
+
+Without windows, `kda_kernels.gather.gather_conv` takes the conv states from the verified inputs.
+"""
 
 from __future__ import annotations
 

@@ -25,11 +25,12 @@ from kda_kernels.shapes import ACTIVATION_DTYPES, KdaShape, LaunchConfig
 SCATTER_DTYPES = (*ACTIVATION_DTYPES, torch.float32)
 
 
-def _commit_index_reason(
+def commit_index_reason(
     slots: torch.Tensor, accept_lens: torch.Tensor | None, draft_tokens: int, num_slots: int, limit: int,
     device: torch.device, track_slots: torch.Tensor | None, track_steps: torch.Tensor | None,
     starts: torch.Tensor | None, last_steps: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
+    """Why indices of a commit are refused, or None; arguments as those of fold and the scatters."""
     typed("slots", slots, torch.Tensor)
     typed("draft_tokens", draft_tokens, int)
     if draft_tokens < 1:
@@ -108,7 +109,7 @@ def fold_reason(
     device = ssm_state.device
     return (
         state_and_ring_reason(ssm_state, ring, shape, 1, needs_kernels)
-        or _commit_index_reason(
+        or commit_index_reason(
             slots,
             accept_lens,
             draft_tokens,
@@ -162,7 +163,7 @@ def scatter_reason(
     )
     if reason := reason or pitch_reason(names[0], dst, 2):
         return reason
-    reason = _commit_index_reason(
+    reason = commit_index_reason(
         slots, accept_lens, draft_tokens, dst.shape[1], draft_tokens, device, track_slots, track_steps, starts,
         last_steps,
     )  # fmt: skip

@@ -46,17 +46,28 @@ class MemoryMap:
         buffers: tensors that stay where they are, and were accepted beside each other.
         inputs: mixed_qkv, a and b of an accepted call; not empty. They may be views of one tensor.
         written: position among the call's addresses -> packed buffer that may overlap nothing.
+        kept: the one of ``buffers`` that may overlap nothing either, if there is one.
     """
 
-    __slots__ = ("_bounds", "_starts", "_written")
+    __slots__ = ("_bounds", "_kept", "_starts", "_written")
 
     def __init__(
-        self, buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], written: Mapping[int, torch.Tensor]
+        self,
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        written: Mapping[int, torch.Tensor],
+        kept: torch.Tensor | None = None,
     ) -> None:
         held = [buffer for buffer in buffers if buffer.numel()]
         self._starts = frozenset(map(torch.Tensor.data_ptr, held))
         self._bounds: list[int] = []  # where memory of the buffers begins and ends, in turn
         self._written: list[tuple[int, int, list[tuple[int, int]]]] = []
+        self._kept: list[tuple[int, int, int]] = []  # place of an input, and between which addresses it must not begin
+        if kept is not None:
+            start, end = byte_span(kept)
+            for place, (begin, finish) in enumerate(map(byte_span, inputs)):
+                if finish > begin:
+                    self._kept.append((place, start - (finish - begin), end))
         if not written:
             return
         for start, end in sorted(map(byte_span, held)):
@@ -76,6 +87,9 @@ class MemoryMap:
         starts = self._starts
         if mixed_qkv in (a, b) or a == b or mixed_qkv in starts or a in starts or b in starts:
             return False
+        for place, below, above in self._kept:
+            if below < addresses[place] < above:
+                return False
         for place, size, others in self._written:
             start = addresses[place]
             end = start + size

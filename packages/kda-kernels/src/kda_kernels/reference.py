@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from kda_kernels import checks, commit_checks
+from kda_kernels._launch import pitch
 from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots, common_rows
 from kda_kernels.checking import refuse
 from kda_kernels.errors import ErrorKind
@@ -130,6 +131,9 @@ def verify_reference(
     refuse(reason)
     if out is None:
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], shape.num_v_heads, shape.head_v_dim)
+    if state.kept_inputs is not None and len(slots):
+        noted = (mixed_qkv.data_ptr(), pitch(mixed_qkv), mixed_qkv.shape[0])
+        state.kept_inputs.copy_(torch.tensor(noted, dtype=torch.int64))
     num_rows = common_rows(state, record)
     row_list = range(len(slots)) if rows is None else rows.tolist()
     owned = torch.zeros(mixed_qkv.shape[0], dtype=torch.bool)
@@ -196,7 +200,8 @@ def _verify_request(
     """Verify one request; x: [T, D], a: [T, HV*K], b: [T, HV], parents: of its T tokens -> [T, HV, V] fp32."""
     h, hv, k_dim, tokens = shape.num_heads, shape.num_v_heads, shape.head_k_dim, len(parents)
     columns = torch.cat([state.conv_state[slot], x])[torch.tensor(_paths(parents), device=x.device)]
-    state.conv_window[row, :tokens] = columns[:, 1:]
+    if state.conv_window is not None:
+        state.conv_window[row, :tokens] = columns[:, 1:]
     y = conv_silu(columns, params.conv_weight, params.conv_bias)
     q_raw, k_raw, v_raw = y.split([h * k_dim, h * k_dim, hv * shape.head_v_dim], dim=1)
     k_raw, v_raw = k_raw.view(tokens, h, k_dim), v_raw.view(tokens, hv, shape.head_v_dim)

@@ -50,7 +50,8 @@ def verify_fused(
     """Verify T draft tokens of B requests in one kernel: conv, SiLU, gates, l2-norm, delta rule, record, windows.
 
     Reads ``state.conv_state`` and ``state.ssm_state``, never writes them (but see ``pending``). Writes the output,
-    ``state.conv_window``, and the record: ring records 0..min(T, L)-1 of each slot, or each token's state snapshot.
+    ``state.conv_window`` or ``state.kept_inputs``, and the record: ring records 0..min(T, L)-1 of each slot, or each
+    token's state snapshot.
     Bit-identical to `verify_unfused` and, token by token, to ``draft_tokens=1``.
 
     On a CUDA device a call with the same groups (params, state, record) as an earlier one, and with other arguments
@@ -188,7 +189,7 @@ def _launch_conv(call: VerifyCall, y: torch.Tensor) -> Launched | None:
             x, pitch(x),
             params.conv_weight, params.conv_bias,
             state.conv_state, pitch(state.conv_state),
-            state.conv_window, pitch(state.conv_window),
+            *_window_arguments(state),
             y, call.slots, call.rows,
             state.conv_state.shape[0], common_rows(state, call.record),
             call.starts, call.parents, None if call.starts is None else x.shape[0],
@@ -226,7 +227,7 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
             x, pitch(x),
             params.conv_weight if fused else None, params.conv_bias if fused else None,
             state.conv_state if fused else None, pitch(state.conv_state),
-            state.conv_window if fused else None, pitch(state.conv_window),
+            *(_window_arguments(state) if fused else (None, _window_pitch(state), None)),
             call.a, pitch(call.a), call.b, pitch(call.b),
             params.A_log, params.dt_bias, 0.0 if params.lower_bound is None else float(params.lower_bound),
             state.ssm_state, pitch(state.ssm_state),
@@ -246,6 +247,15 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
         # Unfused, the kernel before is the conv kernel, which writes no index.
         INDICES_READY=call.indices_ready or not fused, **layout,
     )  # fmt: skip
+
+
+def _window_pitch(state: LayerState) -> int | None:
+    return None if state.conv_window is None else pitch(state.conv_window)
+
+
+def _window_arguments(state: LayerState) -> tuple[torch.Tensor | int | None, ...]:
+    """The conv windows and their row pitch, and what is kept where there are none, in the kernels' order."""
+    return state.conv_window, _window_pitch(state), state.kept_inputs
 
 
 def _batch_arguments(call: VerifyCall) -> tuple[torch.Tensor | int | None, ...]:

@@ -35,6 +35,7 @@ from kda_kernels._triton.common import (
     count_slot_error,
     load_row,
     load_slot,
+    note_inputs,
     pdl_wait,
 )
 from kda_kernels._triton.pending import load_pending, records_to_fold, store_folded
@@ -42,13 +43,13 @@ from kda_kernels._triton.pending import load_pending, records_to_fold, store_fol
 
 @gluon.jit(
     do_not_specialize=["num_slots", "num_rows"],
-    do_not_specialize_on_alignment=["slots", "rows", "errors", "parity", "pending", "epoch"],
+    do_not_specialize_on_alignment=["slots", "rows", "errors", "parity", "pending", "epoch", "kept_inputs"],
 )
 def verify_gluon_kernel(
     x, x_stride,  # [B*T, D]: mixed_qkv (fused) or the conv kernel's output
     conv_weight, conv_bias,  # [D, 4], [D]
     conv_state, conv_state_pitch,  # [slots, 3, D]
-    window, window_pitch,  # [rows, steps, 3, D]
+    window, window_pitch, kept_inputs,  # [rows, steps, 3, D] or None; [3] or None
     a, a_stride, b, b_stride,  # [B*T, HV*K], [B*T, HV]
     A_log, dt_bias, lower_bound,  # [HV], [HV*K]
     ssm_state, ssm_state_pitch,  # [slots, HV, V, K] fp32
@@ -125,6 +126,8 @@ def verify_gluon_kernel(
             tile = slot * ssm_state_pitch + (i_hv * V + i_v * BLOCK_V) * K
             prefetch_l2(ssm_state + tile, slot_usable, 4 * BLOCK_V * K)
         pdl_wait(PDL)
+    if kept_inputs is not None:
+        note_inputs(kept_inputs, pid == 0, x, x_stride, gl.num_programs(0) // (HV * NUM_V) * T)
     token = i_n.to(gl.int64) * T
     p_out = out + (token * HV + i_hv) * V + state_v
     usable = slot_usable & row_usable
@@ -184,7 +187,7 @@ def verify_gluon_kernel(
     # What the v tiles of a head share is written by one of them each, spread over the tiles.
     qk_owned = (qk_token < T) & (i_hv % (HV // H) == 0) & (qk_row % NUM_V == i_v) & (qk_k >= 0)
     v_mask = (v_token < T) & (v_v >= 0)
-    if FUSED:
+    if FUSED and window is not None:
         p_window = window + row * window_pitch
         store_window(p_window + qk_token * (3 * D), qk_columns, qk_channels, qk_owned, D)
         store_window(p_window + v_token * (3 * D), v_columns, v_channels, v_mask, D)

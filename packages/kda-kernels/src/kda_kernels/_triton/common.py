@@ -56,6 +56,15 @@ def load_accept(accept_lens, i, limit, LAST_STEPS: tl.constexpr = False):
 
 
 @triton.jit
+def note_inputs(kept_inputs, first, x, x_stride, rows):
+    """Program ``first`` writes down where mixed_qkv ``x`` [rows, D] lies, for `gather_conv`. After the wait: an earlier
+    commit may still be reading."""
+    tl.store(kept_inputs, x.to(tl.int64), mask=first)
+    tl.store(kept_inputs + 1, tl.cast(x_stride, tl.int64), mask=first)
+    tl.store(kept_inputs + 2, tl.cast(rows, tl.int64), mask=first)
+
+
+@triton.jit
 def count_slot_error(
     errors, slot, num_slots, first, COUNT: tl.constexpr, KIND: tl.constexpr = int(ErrorKind.SLOT)
 ):  # fmt: skip

@@ -42,6 +42,7 @@ from kda_kernels._triton.common import (
     count_slot_error,
     load_row,
     load_slot,
+    note_inputs,
     pdl_wait,
 )
 from kda_kernels._triton.pending import load_pending, records_to_fold, replay_records, store_folded
@@ -83,14 +84,14 @@ def store_window(window, x1, x2, x3, channels, mask, D: tl.constexpr):
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows", "batch", "num_tokens"],
     do_not_specialize_on_alignment=[
-        "slots", "rows", "errors", "starts", "parents", "parity", "pending", "epoch"
+        "slots", "rows", "errors", "starts", "parents", "parity", "pending", "epoch", "kept_inputs"
     ],
 )
 def verify_kernel(
     x, x_stride,  # [B*T, D]: mixed_qkv (fused) or the conv kernel's output
     conv_weight, conv_bias,  # [D, 4], [D]
     conv_state, conv_state_pitch,  # [slots, 3, D]
-    window, window_pitch,  # [rows, steps, 3, D]
+    window, window_pitch, kept_inputs,  # [rows, steps, 3, D] or None; [3] or None
     a, a_stride, b, b_stride,  # [B*T, HV*K], [B*T, HV]
     A_log, dt_bias, lower_bound,  # [HV], [HV*K]
     ssm_state, ssm_state_pitch,  # [slots, HV, V, K] fp32
@@ -154,6 +155,8 @@ def verify_kernel(
     row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
     if INDICES_READY and not RAGGED:
         pdl_wait(PDL)
+    if kept_inputs is not None:
+        note_inputs(kept_inputs, pid == 0, x, x_stride, tl.num_programs(0) // (HV * NUM_V) * T)
     usable = slot_usable & row_usable
     ring_slot = slot
     if PENDING:
@@ -250,10 +253,11 @@ def verify_kernel(
             q_raw = convolved(q0, q1, q2, q3, q_taps, CONTRACT)
             k_raw = convolved(k0, k1, k2, k3, k_taps, CONTRACT)
             v_raw = convolved(v0, v1, v2, v3, v_taps, CONTRACT)
-            p_window = window + row * window_pitch + t * 3 * D
-            store_window(p_window, q1, q2, q3, q_channels, owns_k_head, D)
-            store_window(p_window, k1, k2, k3, k_channels, owns_k_head, D)
-            store_window(p_window, v1, v2, v3, v_channels, None, D)
+            if window is not None:
+                p_window = window + row * window_pitch + t * 3 * D
+                store_window(p_window, q1, q2, q3, q_channels, owns_k_head, D)
+                store_window(p_window, k1, k2, k3, k_channels, owns_k_head, D)
+                store_window(p_window, v1, v2, v3, v_channels, None, D)
             q0 = q1
             q1 = q2
             q2 = q3
@@ -301,13 +305,13 @@ def verify_kernel(
 
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows", "num_tokens"],
-    do_not_specialize_on_alignment=["slots", "rows", "starts", "parents"],
+    do_not_specialize_on_alignment=["slots", "rows", "starts", "parents", "kept_inputs"],
 )
 def conv_kernel(
     x, x_stride,  # mixed_qkv [B*T, D]
     conv_weight, conv_bias,  # [D, 4], [D]
     conv_state, conv_state_pitch,  # [slots, 3, D]
-    window, window_pitch,  # [rows, steps, 3, D]
+    window, window_pitch, kept_inputs,  # [rows, steps, 3, D] or None; [3] or None
     y,  # [B*T, D]
     slots, rows,
     num_slots, num_rows,
@@ -331,6 +335,8 @@ def conv_kernel(
     row, row_usable = load_row(rows, i_n, num_rows, HAS_ROWS)
     if INDICES_READY:
         pdl_wait(PDL)
+    if kept_inputs is not None:
+        note_inputs(kept_inputs, pid == 0, x, x_stride, num_tokens if RAGGED else tl.num_programs(0) // NUM_D * T)
     # Out-of-range indices are counted by the recurrence, which reads the same ones.
     usable = slot_usable & row_usable
     if RAGGED:
@@ -359,7 +365,8 @@ def conv_kernel(
             x1 = load_column(history, x, x_stride, c1, channels, D)
             x2 = load_column(history, x, x_stride, c2, channels, D)
         tl.store(y + t * D + channels, convolved(x0, x1, x2, x3, taps, CONTRACT))
-        store_window(window + row * window_pitch + t * 3 * D, x1, x2, x3, channels, None, D)
+        if window is not None:
+            store_window(window + row * window_pitch + t * 3 * D, x1, x2, x3, channels, None, D)
         if not TREE:
             x0 = x1
             x1 = x2

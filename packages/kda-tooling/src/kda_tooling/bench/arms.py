@@ -159,7 +159,7 @@ def peer_arms(peer: Peer, problem: VerifyProblem) -> list[Arm]:
 
     def commit(problems: Problems, accept_lens: torch.Tensor) -> None:
         peer.commit(
-            problems.state.ssm_state, problems.record("ring"), problems.state.conv_state, problems.state.conv_window,
+            problems.state.ssm_state, problems.record("ring"), problems.state.conv_state, problems.state.windows,
             problems.layers[0].slots, accept_lens,
         )  # fmt: skip
 

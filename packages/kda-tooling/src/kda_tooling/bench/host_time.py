@@ -102,7 +102,7 @@ def _calls(problems: Problems) -> dict[str, list[Call]]:
         "verify_unfused, ring": verify(verify_unfused, "ring"),
         "verify_unfused, ring, workspace given": verify(verify_unfused, "ring", workspace=first.workspace),
         "fold": [partial(fold, state.ssm_state, ring, shape=first.shape, **rows)],
-        "scatter_conv": [partial(scatter_conv, state.conv_state, state.conv_window, **rows)],
+        "scatter_conv": [partial(scatter_conv, state.conv_state, state.windows, **rows)],
         "scatter_snapshots": [partial(scatter_snapshots, state.ssm_state, snapshots, **rows)],
         "(allocating the output)": [partial(first.mixed_qkv.new_empty, *out_shape)],
     }

@@ -177,7 +177,7 @@ class SglangPeer:
             p.params.conv_bias,
             activation="silu",
             conv_state_indices=p.slots,
-            intermediate_conv_window=p.state.conv_window.transpose(-1, -2),
+            intermediate_conv_window=p.state.windows.transpose(-1, -2),
             intermediate_state_indices=rows,
         )
         y = y.transpose(1, 2).reshape(tokens, -1)
@@ -205,7 +205,7 @@ class SglangPeer:
             out = fused.fused_kda_conv_gating_verify(
                 mixed_qkv=p.mixed_qkv, conv_weight=p.params.conv_weight, conv_bias=p.params.conv_bias,
                 conv_state=p.state.conv_state.transpose(-1, -2), conv_state_indices=p.slots,
-                intermediate_conv_window=p.state.conv_window.transpose(-1, -2),
+                intermediate_conv_window=p.state.windows.transpose(-1, -2),
                 intermediate_state_indices=self._batch_rows(p),
                 a=p.a, b=p.b, A_log=p.params.A_log, dt_bias=p.params.dt_bias, ssm_states=p.state.ssm_state,
                 cache_indices=p.slots, intermediate_states_buffer=None, scale=p.params.scale_for(shape),
