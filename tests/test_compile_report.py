@@ -43,9 +43,13 @@ BUDGET = ROOT / "benchmarks" / "compile-budget.json"
 
 SMALL = Selection(
     targets=("sm90",),
-    kernels=("fused", "recurrence", "conv", "fold", "scatter_snapshots", "scatter_conv", "advance", "flush"),
-    configs=("ring-K128-T1", "snapshots-K128-T1", "K128-T4", "K128-T4-nopdl", "ring-K128-T4-pending"),
-)
+    kernels=(
+        "fused", "recurrence", "conv", "fold", "scatter_snapshots", "scatter_conv", "gather_conv", "advance", "flush",
+    ),
+    configs=(
+        "ring-K128-T1", "snapshots-K128-T1", "K128-T4", "K128-T4-nopdl", "ring-K128-T4-pending", "ring-K128-T4-compact",
+    ),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,17 @@ def test_fold_on_verify_writes_the_state_and_its_flags_and_only_advance_moves_th
     assert stores(compiled["flush", "K128-T4"]) - COUNTERS == FOLDED_BUFFERS
     assert stores(compiled["advance", "K128-T4"]) - COUNTERS == {"parity", "pending", "epoch"}
     assert expected_stores("fused", "ring") & FOLDED_BUFFERS == set(), "another verify may not"
+
+
+def test_compact_verify_notes_its_inputs_and_writes_no_window(
+    compiled: dict[tuple[str, str], CompiledKernel],
+) -> None:
+    noted = {"kept_inputs"}
+    assert stores(compiled["fused", "ring-K128-T4-compact"]) - COUNTERS == {"out"} | noted | RING_BUFFERS
+    assert stores(compiled["recurrence", "ring-K128-T4-compact"]) - COUNTERS == {"out"} | RING_BUFFERS
+    assert stores(compiled["conv", "ring-K128-T4-compact"]) == {"y"} | noted
+    assert stores(compiled["gather_conv", "K128-T4"]) - COUNTERS == {"conv_state"}
+    assert "window" in stores(compiled["fused", "ring-K128-T1"])
 
 
 def test_nothing_but_layer_parameters_is_read_before_the_pdl_wait(

@@ -28,10 +28,12 @@ def rows(offset: int, stride: int) -> torch.Tensor:
     return WHOLE.as_strided((3, 3), (stride, 1), offset)
 
 
-def reason(tensors: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> str | None:
+def reason(tensors: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], kept: torch.Tensor | None) -> str | None:
     """What verify's checks say."""
     inputs = {name: tensors[name] for name in ("mixed_qkv", "a", "b")}
     written = {name: tensors[name] for name in ("out", "workspace") if name in tensors}
+    if kept is not None:
+        written["kept"] = kept
     return same_memory_reason(inputs | buffers) or overlap_reason(written, inputs | buffers)
 
 
@@ -40,15 +42,18 @@ def reason(tensors: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -
     strides=st.tuples(row_strides, row_strides, row_strides),
     sizes=st.tuples(st.integers(1, 12), st.none() | st.integers(1, 12)),
     moved=st.tuples(offsets, offsets, offsets, offsets, offsets),
+    kept_at=st.none() | offsets,
 )
 def test_the_map_agrees_with_the_checks(
     held: list[tuple[int, int]],
     strides: tuple[int, int, int],
     sizes: tuple[int, int | None],
     moved: tuple[int, int, int, int, int],
+    kept_at: int | None,
 ) -> None:
     buffers = {f"buffer {i}": WHOLE[start : start + size] for i, (start, size) in enumerate(held)}
-    if same_memory_reason(buffers):
+    kept = None if kept_at is None else WHOLE[kept_at : kept_at + 3]
+    if same_memory_reason(buffers) or (kept is not None and overlap_reason({"kept": kept}, buffers)):
         return  # never accepted
 
     def call(places: tuple[int, int, int, int, int]) -> dict[str, torch.Tensor]:
@@ -60,7 +65,8 @@ def test_the_map_agrees_with_the_checks(
 
     # The map knows sizes and strides from one call, addresses from another.
     seen = list(call((0, 0, 0, 0, 0)).values())
-    memory = MemoryMap(list(buffers.values()), seen[:3], {place: seen[place] for place in range(3, len(seen))})
+    held = [*buffers.values(), *([] if kept is None else [kept])]
+    memory = MemoryMap(held, seen[:3], {place: seen[place] for place in range(3, len(seen))}, kept=kept)
     tensors = call(moved)
     addresses = [tensor.data_ptr() for tensor in tensors.values()]
-    assert memory.allows(addresses) == (reason(tensors, buffers) is None)
+    assert memory.allows(addresses) == (reason(tensors, buffers, kept) is None)

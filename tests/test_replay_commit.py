@@ -1,4 +1,4 @@
-"""Fold and the scatters: equal calls are replayed, bad ones refused after a good one as before it."""
+"""Fold, the scatters and the gather: equal calls are replayed, bad ones refused after a good one as before it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from kda_backend import StatePool
 from kda_kernels import ErrorKind, KdaShape, LaunchConfig, LayerState, Ring, Snapshots, _replay, fold, new_error_counts
+from kda_kernels import gather_conv as gather
 from kda_kernels import scatter_conv as conv
 from kda_kernels import scatter_snapshots as shots
 from tests.support.marks import interpreter_only
@@ -18,7 +19,7 @@ from tests.support.replays import CONFIG, ROWS, SHAPE, SLOTS, STEPS, Layer, Reco
 
 pytestmark = interpreter_only
 
-OPS: list[Callable[..., None]] = [fold, conv, shots]
+OPS: list[Callable[..., None]] = [fold, conv, shots, gather]
 LAYERS = 2
 
 
@@ -36,6 +37,7 @@ class Pool:
         self.state = LayerState.allocate(SHAPE, slots=SLOTS, rows=ROWS, steps=STEPS, dtype=torch.bfloat16, **sizes)
         self.ring = Ring.allocate(SHAPE, slots=SLOTS, length=STEPS, dtype=torch.bfloat16, **sizes)
         self.snapshots = Snapshots.allocate(SHAPE, rows=ROWS, steps=STEPS, **sizes)
+        self.kept_inputs = torch.zeros(LAYERS, 3, dtype=torch.int64)
 
     def call(self, op: Callable[..., None], batch: int = 2) -> dict[str, Any]:
         """Arguments of ``op`` by name, every optional one given."""
@@ -47,6 +49,7 @@ class Pool:
             fold: {"ssm_state": self.state.ssm_state, "ring": self.ring, "shape": SHAPE, "config": CONFIG},
             conv: {"conv_state": self.state.conv_state, "conv_window": self.state.conv_window, "rows": indices(0)},
             shots: {"ssm_state": self.state.ssm_state, "snapshots": self.snapshots, "rows": indices(0)},
+            gather: {"conv_state": self.state.conv_state, "kept_inputs": self.kept_inputs},
         }
         return own[op] | {
             "slots": indices(0), "accept_lens": indices(1), "draft_tokens": STEPS, "track_slots": indices(batch),
@@ -127,6 +130,15 @@ BAD_OF: dict[Any, dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
         "snapshots are a tensor": lambda c: {"snapshots": c["snapshots"].states},
         "snapshots are few": lambda c: {"snapshots": Snapshots(c["snapshots"].states[:, :1]), "rows": None},
     },
+    gather: {
+        "pdl is an int": lambda c: {"pdl": 0},
+        "pdl is not to be had": lambda c: {"pdl": True},
+        "kept_inputs are None": lambda c: {"kept_inputs": None},
+        "kept_inputs are of one layer": lambda c: {"kept_inputs": c["kept_inputs"][0]},
+        "kept_inputs are narrow": lambda c: {"kept_inputs": c["kept_inputs"][:, :2]},
+        "kept_inputs are int32": lambda c: {"kept_inputs": c["kept_inputs"].int()},
+        "starts are fewer": lambda c: {"starts": SHORT},
+    },
 }
 CASES = [
     (op, name, change)
@@ -134,7 +146,7 @@ CASES = [
     for name, change in (BAD | BAD_OF[op]).items()
 ] + [
     (op, f"{state} {name}", lambda c, state=state, change=change: {state: change(c[state])})
-    for op, state in ((fold, "ssm_state"), (conv, "conv_state"), (shots, "ssm_state"))
+    for op, state in ((fold, "ssm_state"), (conv, "conv_state"), (shots, "ssm_state"), (gather, "conv_state"))
     for name, change in BAD_STATE.items()
 ]  # fmt: skip
 
@@ -176,8 +188,9 @@ def test_pools_and_batch_sizes_take_turns(log: list[Recorded]) -> None:
                 for batch in (1, 2):
                     op(**pool.call(op, batch))
                     (one,) = taken(log)
-                    state = pool.state.conv_state if op is conv else pool.state.ssm_state
-                    assert one.arguments["ssm_state" if op is fold else "dst"] == state.data_ptr()
+                    state = pool.state.conv_state if op in (conv, gather) else pool.state.ssm_state
+                    written = {fold: "ssm_state", gather: "conv_state"}.get(op, "dst")
+                    assert one.arguments[written] == state.data_ptr()
                     assert one.arguments["batch"] == batch
                     assert turn == 0 or one.replayed
 

@@ -25,6 +25,7 @@ def test_batch_size_and_slot_count_make_no_variants() -> None:
     programs = run("variants")
     assert {kernel for kernel, _ in programs} == {
         "verify_kernel", "verify_gluon_kernel", "conv_kernel", "fold_kernel", "fold_gluon_kernel", "scatter_kernel",
+        "gather_kernel",
     }  # fmt: skip
     assert [(kernel, number) for kernel, number in programs if number != 1] == []
 

@@ -127,6 +127,52 @@ def test_a_bad_call_is_refused_after_a_good_one_as_before_it(
     assert all(one.replayed for one in taken(log)), "a refusal makes nobody forget"
 
 
+def within(kept: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``like``, aligned as it, that begins 16 bytes into the memory of ``kept``."""
+    memory = torch.tensor([], dtype=like.dtype).set_(kept.untyped_storage())
+    return memory[8 : 8 + like.numel()].view(like.shape)
+
+
+@pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "out", "workspace"])
+@pytest.mark.parametrize("op", OPS)
+def test_memory_that_verify_writes_its_inputs_to_is_refused_after_a_good_call_as_before_it(
+    log: list[Recorded], op: Callable[..., torch.Tensor], name: str
+) -> None:
+    layer = Layer(compact=True)
+    room = torch.zeros(10_000, dtype=torch.int64)
+    layer.state = replace(layer.state, kept_inputs=room[1:4])
+    good = layer.full()
+    bad = good | {name: within(room, good[name])}
+    cold = verdict(op, bad)
+    assert "state.kept_inputs" in cold[1]
+    op(**good)
+    op(**good)
+    assert [one.replayed for one in taken(log)][-1]
+    assert verdict(op, bad) == cold
+    assert not taken(log)
+
+
+@pytest.mark.parametrize("change", ["grown", "shrunk", "retyped", "replaced"])
+def test_kept_inputs_changed_in_place_are_refused(log: list[Recorded], change: str) -> None:
+    refusals = []
+    for warm in (False, True):
+        layer = Layer(compact=True)
+        call = layer.full(rows=None)
+        for _ in range(2 * warm):
+            verify_fused(**call)
+        kept = layer.state.kept_inputs
+        if change == "replaced":
+            kept.set_(torch.zeros(7, dtype=torch.int64))
+        elif change == "retyped":
+            kept.data = kept.double()
+        else:
+            kept.resize_(6 if change == "grown" else 1)
+        log.clear()
+        refusals.append(verdict(verify_fused, call))
+        assert not log
+    assert refusals[0] == refusals[1]
+
+
 def test_true_is_no_number_of_draft_tokens_after_one(log: list[Recorded]) -> None:
     layer = Layer()
     one = layer.call(tokens=1)

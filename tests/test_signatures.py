@@ -40,6 +40,7 @@ def test_same_parameters_in_the_same_order(one: str, two: str) -> None:
         ("fold", "fold_reason"),
         ("flush", "flush_reason"),
         ("advance", "advance_reason"),
+        ("gather_conv", "gather_reason"),
     ],
 )
 def test_predicates_take_what_their_op_takes(op: str, predicate: str) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED, BATCHES, PENDING = (
-    f"_triton/{name}.py" for name in ("verify", "commit", "common", "arithmetic", "chunked", "batches", "pending")
+VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED, BATCHES, PENDING, GATHER = (
+    f"_triton/{name}.py"
+    for name in ("verify", "commit", "common", "arithmetic", "chunked", "batches", "pending", "gather")
 )
 
 
@@ -332,5 +333,74 @@ MUTANTS = (
         "",
         "test_fold_on_verify.py::test_a_repeated_verify_gives_the_same_and_replays_nothing_twice[tiles shrink]",
         "flags of an older round would say that the new records are in the state",
+    ),
+    Mutant(
+        "gather-tracks-the-new-state",
+        GATHER,
+        "    if HAS_TRACK:\n"
+        "        y1, y2, y3 = columns_after(history, address, x_stride, tracked, channels, D, False)\n"
+        "    tl.debug_barrier()\n    store_columns(history + channels, x1, x2, x3, D)\n",
+        "    store_columns(history + channels, x1, x2, x3, D)\n"
+        "    if HAS_TRACK:\n"
+        "        y1, y2, y3 = columns_after(history, address, x_stride, tracked, channels, D, False)\n",
+        "test_compact_window.py::test_tracking",
+        "the tracked state's columns are among the committed ones of before",
+    ),
+    Mutant(
+        "gather-takes-packed-inputs",
+        GATHER,
+        "    address += token * x_stride * ITEM",
+        "    address += token * D * ITEM",
+        "test_compact_window.py::test_inputs_of_any_pitch_and_alignment",
+        "mixed_qkv may be columns of a wider tensor",
+    ),
+    Mutant(
+        "gather-reads-past-the-batch",
+        GATHER,
+        "        in_range = in_range & (token + length <= rows)\n",
+        "",
+        "test_compact_window.py::TestFaults::test_rows_that_verify_was_not_given_are_not_read",
+        "a range past the rows that verify was given is memory of somebody else",
+    ),
+    Mutant(
+        "gather-one-column-early",
+        GATHER,
+        "    x3 = load_column(history, x, x_stride, tokens + 2, channels, D)",
+        "    x3 = load_column(history, x, x_stride, tokens + 1, channels, D)",
+        "test_compact_window.py::test_every_draft_length",
+        "the new state ends with the last accepted token",
+    ),
+    Mutant(
+        "gather-accepts-past-a-request",
+        GATHER,
+        "        valid = valid & (accept <= length)\n",
+        "",
+        "test_compact_window.py::TestFaults::test_ranges",
+        "the rows after a short request's are the next one's",
+    ),
+    Mutant(
+        "inputs-noted-by-no-program",
+        VERIFY,
+        "note_inputs(kept_inputs, pid == 0, x, x_stride, tl.num_programs(0) // (HV * NUM_V) * T)",
+        "note_inputs(kept_inputs, pid == -1, x, x_stride, tl.num_programs(0) // (HV * NUM_V) * T)",
+        "test_compact_window.py::test_every_draft_length",
+        "without the note the gather finds no inputs, or those of an older round",
+    ),
+    Mutant(
+        "inputs-noted-over-other-memory",
+        "checks.py",
+        ', ("state.kept_inputs", state.kept_inputs))',
+        ")",
+        "test_compact_window.py::TestRefusals::test_kept_inputs_that_overlap",
+        "what verify writes may lie in no other argument",
+    ),
+    Mutant(
+        "replay-forgets-where-inputs-are-noted",
+        "overlap.py",
+        "            if below < addresses[place] < above:\n                return False\n",
+        "            pass\n",
+        "test_replay_refusals.py::"
+        "test_memory_that_verify_writes_its_inputs_to_is_refused_after_a_good_call_as_before_it",
+        "inputs that moved onto the note must be refused as in a first call",
     ),
 )

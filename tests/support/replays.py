@@ -123,7 +123,7 @@ def recorded_launches() -> Iterator[list[Recorded]]:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _Driver()))
         for module, names in (
             (verify, ("verify_kernel", "conv_kernel")),
-            (_commit_call, ("fold_kernel", "scatter_kernel")),
+            (_commit_call, ("fold_kernel", "scatter_kernel", "gather_kernel")),
             (pending, ("flush_kernel", "advance_kernel")),
         ):
             for name in names:
@@ -142,13 +142,15 @@ def taken(log: list[Recorded]) -> list[Recorded]:
 class Layer:
     """One layer's groups, and calls on them with tensors of their own."""
 
-    def __init__(self, mode: str = "ring", bias: bool = True) -> None:
+    def __init__(self, mode: str = "ring", bias: bool = True, compact: bool = False) -> None:
         d = SHAPE.conv_dim
         self.params = LayerParams(
             torch.randn(d, 4).bfloat16(), torch.randn(d).bfloat16() if bias else None,
             torch.randn(2), torch.randn(128), -5.0,
         )  # fmt: skip
-        self.state = LayerState.allocate(SHAPE, slots=SLOTS, rows=ROWS, steps=STEPS, dtype=torch.bfloat16, device="cpu")
+        self.state = LayerState.allocate(
+            SHAPE, slots=SLOTS, rows=ROWS, steps=STEPS, dtype=torch.bfloat16, device="cpu", compact_window=compact
+        )
         self.record: Ring | Snapshots = (
             Ring.allocate(SHAPE, slots=SLOTS, length=STEPS, dtype=torch.bfloat16, device="cpu")
             if mode == "ring"

@@ -22,6 +22,7 @@ from kda_kernels import (
     Ring,
     Snapshots,
     fold,
+    gather_conv,
     host_checks,
     new_error_counts,
     scatter_conv,
@@ -70,6 +71,19 @@ def run_all(batch: int, slots: int) -> None:
             fold(state.ssm_state, ring, shape=SHAPE, config=config, **rows)
         scatter_conv(state.conv_state, state.conv_window, **rows)
         scatter_snapshots(state.ssm_state, snapshots, **rows)
+        compact = LayerState.allocate(
+            SHAPE, slots=slots, rows=0, steps=0, dtype=bf16, device="cpu", num_layers=layers, compact_window=True
+        )
+        gather_conv(compact.conv_state, compact.kept_inputs, **rows)
+        # The notes of layers also lie at odd multiples of 8 bytes. Constants of their own: no errors, indices ready.
+        for layer in range(layers):
+            for config in CONFIGS:
+                for op in (verify_fused, verify_unfused):
+                    op(
+                        mixed_qkv, a, b, shape=SHAPE, params=params, state=compact.layer(layer),
+                        record=ring.layer(layer), slots=torch.zeros(batch, dtype=torch.int32), draft_tokens=T,
+                        config=config, indices_ready=True,
+                    )  # fmt: skip
 
 
 def variants() -> Iterator[tuple[str, int]]:

@@ -25,7 +25,14 @@ def test_num_bytes(shape: KdaShape, dtype: torch.dtype, num_layers: int | None) 
     assert state.num_bytes == layers * (
         SLOTS * shape.state_bytes_per_slot(dtype) + ROWS * STEPS * shape.window_bytes_per_token(dtype)
     )
-    for group in (ring, snapshots, state):
+    compact = LayerState.allocate(
+        shape, slots=SLOTS, rows=ROWS, steps=STEPS, dtype=dtype, compact_window=True, **common
+    )
+    assert compact.num_bytes == layers * (SLOTS * shape.state_bytes_per_slot(dtype) + 3 * 8)
+    assert compact.conv_window is None
+    with pytest.raises(ValueError, match="commit it with gather_conv"):
+        _ = compact.windows
+    for group in (ring, snapshots, state, compact):
         if num_layers:
             assert group.layer(0).num_bytes * num_layers == group.num_bytes
 

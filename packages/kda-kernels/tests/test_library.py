@@ -35,7 +35,7 @@ B, T, SLOTS = 1, 2, 3
 VERIFY, FOLD = torch.ops.kda.verify.default, torch.ops.kda.fold.default
 CONV, SNAPSHOTS = torch.ops.kda.scatter_conv.default, torch.ops.kda.scatter_snapshots.default
 VERIFY_PENDING, ADVANCE = torch.ops.kda.verify_pending.default, torch.ops.kda.advance.default
-FLUSH = torch.ops.kda.flush.default
+FLUSH, GATHER = torch.ops.kda.flush.default, torch.ops.kda.gather_conv.default
 
 
 class Layer:
@@ -83,7 +83,8 @@ class Layer:
         }
 
     def written(self) -> list[torch.Tensor]:
-        return [*vars(self.state).values(), *self.ring_tensors(), self.snapshots.states, self.errors]
+        s = self.state
+        return [s.conv_state, s.ssm_state, s.windows, *self.ring_tensors(), self.snapshots.states, self.errors]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
@@ -141,6 +142,74 @@ def test_commits_do_what_they_declare(name: str, device: str) -> None:
     torch.library.opcheck(
         op, arguments, dict(track_slots=pair[0], track_steps=pair[1], errors=new_error_counts(device))
     )
+
+
+class Compact(Layer):
+    """A layer that keeps its inputs in place of windows."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.kept_inputs = torch.zeros(1, 3, dtype=torch.int64, device=device)
+
+    def compact(self, mode: str, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of ``kda::verify``."""
+        arguments, options = self.verify(mode, **options, kept_inputs=self.kept_inputs[0])
+        return tuple(None if given is self.state.conv_window else given for given in arguments), options
+
+    def gathering(self, *mixed_qkv: torch.Tensor) -> tuple[Any, ...]:
+        inputs = list(mixed_qkv) or [self.inputs[0]]
+        return self.state.conv_state[None], self.kept_inputs, inputs, self.slots, self.accept_lens, T
+
+
+@pytest.mark.parametrize(("mode", "fused"), [("ring", True), ("snapshots", False)])
+def test_compact_windows_have_the_bits_of_windows(mode: str, fused: bool, device: str) -> None:
+    other, layer = Layer(device), Compact(device)
+    expected = round_of(other, mode, fused)
+    arguments, options = layer.compact(mode, fused=fused)
+    assert torch.equal(torch.ops.kda.verify(*arguments, **options), expected)
+    torch.ops.kda.gather_conv(*layer.gathering())
+    assert torch.equal(layer.state.conv_state, other.state.conv_state)
+    assert not layer.state.windows.any()
+
+
+def test_compact_windows_do_what_they_declare(device: str) -> None:
+    layer = Compact(device)
+    for fused in (True, False):
+        arguments, options = layer.compact("ring", fused=fused)
+        # The address of a copy that the check makes of its inputs is another one.
+        torch.library.opcheck(VERIFY, arguments, options, test_utils=("test_schema", "test_faketensor"))
+    # Of the gather's inputs no copy will do: it reads those that verify was given.
+    assert {argument.name for argument in GATHER._schema.arguments if argument.is_write} == {"conv_state", "errors"}
+
+
+def test_a_compact_round_compiles_without_a_graph_break(device: str) -> None:
+    other, layer = Layer(device), Compact(device)
+    expected = round_of(other, "ring", True)
+    torch._dynamo.reset()
+
+    def round_(x: torch.Tensor) -> torch.Tensor:
+        mixed_qkv = x * 2  # a tensor of the graph's own, whose memory must not be reused before the commit
+        arguments, options = layer.compact("ring")
+        out = torch.ops.kda.verify(mixed_qkv, *arguments[1:], **options)
+        torch.ops.kda.gather_conv(*layer.gathering(mixed_qkv))
+        return out * 2
+
+    compiled = torch.compile(round_, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(layer.inputs[0] / 2), expected * 2)
+    assert torch.equal(layer.state.conv_state, other.state.conv_state)
+
+
+def test_refusals_of_compact_windows(device: str) -> None:
+    layer = Compact(device)
+    arguments, options = layer.compact("ring")
+    with pytest.raises(ValueError, match=r"exactly one of state\.conv_window and state\.kept_inputs"):
+        VERIFY(*arguments, **options | dict(kept_inputs=None))
+    VERIFY(*arguments, **options)
+    with pytest.raises(ValueError, match="mixed_qkv must hold a tensor for each of the 1 layers"):
+        GATHER(*layer.gathering(layer.inputs[0], layer.inputs[0]))
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"mixed_qkv\[0\] must be the tensor that verify was given"):
+            GATHER(*layer.gathering(layer.inputs[0].clone()))
 
 
 class Folding(Layer):

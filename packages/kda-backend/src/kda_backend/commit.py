@@ -75,7 +75,7 @@ def commit_layers(
         common["starts"] = starts
     if last_steps is not None:
         common |= {"accept_lens": None, "last_steps": last_steps}
-    windows, states = (state.conv_state, state.conv_window), state.ssm_state
+    windows, states = (state.conv_state, state.windows), state.ssm_state
     if pending is not None:
         if not isinstance(record, Ring):
             raise TypeError(f"record must be a Ring where pending is given, got {type(record).__name__}")

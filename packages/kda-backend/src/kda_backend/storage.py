@@ -94,7 +94,7 @@ class SlotStorage:
     @property
     def conv_window(self) -> torch.Tensor:
         """[layers, max_batch, draft_tokens, 3, D], activation dtype."""
-        return self.state.conv_window
+        return self.state.windows
 
     @property
     def ring(self) -> Ring | None:

@@ -4,9 +4,10 @@ Importing this module registers them; `kda_kernels` itself does not. An operator
 `kda_kernels.verify_fused` and the commits take in groups stands here one by one; head layout is read from the tensors'
 shapes. They call those functions: same checks, same refusals, same bits. Which arguments are written is declared:
 
-- ``kda::verify`` writes conv_window, the ring or the snapshots, and errors; it returns the output.
+- ``kda::verify`` writes conv_window or kept_inputs, the ring or the snapshots, and errors; it returns the output.
   ``kda::verify_pending`` (fold on verify) also writes ssm_state and folded.
 - ``kda::fold`` and ``kda::scatter_snapshots`` write ssm_state and errors, ``kda::scatter_conv`` conv_state and errors.
+- ``kda::gather_conv`` writes conv_state and errors.
 - ``kda::advance`` writes parity, pending, epoch and errors, ``kda::flush`` ssm_state, folded and errors.
 
 None has a derivative. A group is built when its tensors are first seen together and kept as long as they live, so a
@@ -26,6 +27,7 @@ from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snap
 from kda_kernels.commit import fold as _fold
 from kda_kernels.commit import scatter_conv as _scatter_conv
 from kda_kernels.commit import scatter_snapshots as _scatter_snapshots
+from kda_kernels.gather import gather_conv as _gather_conv
 from kda_kernels.pending import advance as _advance
 from kda_kernels.pending import flush as _flush
 from kda_kernels.shapes import KdaShape, LaunchConfig
@@ -119,7 +121,7 @@ def _verify(
     dt_bias: Tensor,
     conv_state: Tensor,
     ssm_state: Tensor,
-    conv_window: Tensor,
+    conv_window: Tensor | None,
     raw_v: Tensor | None,
     raw_k: Tensor | None,
     g: Tensor | None,
@@ -137,6 +139,7 @@ def _verify(
     config: Sequence[int] | None = None,
     starts: Tensor | None = None,
     parents: Tensor | None = None,
+    kept_inputs: Tensor | None = None,
     parity: Tensor | None = None,
     pending: Tensor | None = None,
     epoch: Tensor | None = None,
@@ -147,7 +150,8 @@ def _verify(
     Args:
         mixed_qkv, a, b, slots, rows, errors, draft_tokens, form, indices_ready: as there.
         conv_weight, conv_bias, A_log, dt_bias, lower_bound, scale: as `kda_kernels.LayerParams`.
-        conv_state, ssm_state, conv_window: as `kda_kernels.LayerState`.
+        conv_state, ssm_state, conv_window, kept_inputs: as `kda_kernels.LayerState`. A graph that commits by
+            ``kda::gather_conv`` must give that operator the very mixed_qkv that it gave this one.
         raw_v, raw_k, g, beta: as `kda_kernels.Ring`; all four in ring mode, none in snapshot mode.
         snapshots: [rows, steps, HV, V, K] fp32 in snapshot mode, else None.
         config: `launch_numbers` of a launch configuration, or None for the default.
@@ -171,7 +175,7 @@ def _verify(
             (mixed_qkv.shape[1] - heads * head_v_dim) // (2 * head_k_dim), heads, head_k_dim, head_v_dim
         ),
         params=_grouped(LayerParams, (conv_weight, conv_bias, A_log, dt_bias), lower_bound, scale),
-        state=_grouped(LayerState, (conv_state, ssm_state, conv_window)),
+        state=_grouped(LayerState, (conv_state, ssm_state, conv_window, kept_inputs)),
         record=_record((raw_v, raw_k, g, beta), snapshots),
         slots=slots, draft_tokens=draft_tokens, rows=rows, config=_config(config), errors=errors, form=form,
         indices_ready=indices_ready, starts=starts, parents=parents, pending=_pending((parity, pending, epoch, folded)),
@@ -186,7 +190,7 @@ def _pending(tensors: Sequence[Tensor | None]) -> PendingFold | None:
 
 
 # Two operators, because what is declared as written is functionalised: a compiled graph may copy it.
-_WRITTEN = ("conv_window", "raw_v", "raw_k", "g", "beta", "snapshots", "errors")
+_WRITTEN = ("conv_window", "kept_inputs", "raw_v", "raw_k", "g", "beta", "snapshots", "errors")
 _OWN = ", Tensor? parity"
 """Where the arguments of ``kda::verify_pending`` alone begin."""
 
@@ -252,6 +256,39 @@ def scatter_conv(
     _scatter_conv(
         conv_state, conv_window, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
         track_slots=track_slots, track_steps=track_steps, errors=errors, last_steps=last_steps, starts=starts,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("kda::gather_conv", mutates_args=("conv_state", "errors"))
+def gather_conv(
+    conv_state: Tensor,
+    kept_inputs: Tensor,
+    mixed_qkv: Sequence[Tensor],
+    slots: Tensor,
+    accept_lens: Tensor,
+    draft_tokens: int,
+    starts: Tensor | None = None,
+    track_slots: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> None:
+    """`kda_kernels.gather_conv`; ``mixed_qkv`` of each layer, as ``kda::verify`` was given it.
+
+    The operator reads those tensors by the addresses in ``kept_inputs``. They are arguments so that a graph keeps them
+    until then; that both name the same memory is checked where that costs no sync, on the CPU.
+    """
+    if len(mixed_qkv) != kept_inputs.shape[0]:
+        raise ValueError(
+            f"mixed_qkv must hold a tensor for each of the {kept_inputs.shape[0]} layers of kept_inputs, "
+            f"got {len(mixed_qkv)}"
+        )
+    if kept_inputs.device.type == "cpu" and len(slots):
+        for layer, (x, noted) in enumerate(zip(mixed_qkv, kept_inputs[:, 0].tolist(), strict=True)):
+            if x.data_ptr() != noted:
+                raise ValueError(f"mixed_qkv[{layer}] must be the tensor that verify was given, got another one")
+    _gather_conv(
+        conv_state, kept_inputs, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, starts=starts,
+        track_slots=track_slots, track_steps=track_steps, errors=errors,
     )  # fmt: skip
 
 
@@ -326,6 +363,7 @@ def flush(
 
 
 @fold.register_fake
+@gather_conv.register_fake
 @advance.register_fake
 @flush.register_fake
 @scatter_conv.register_fake

@@ -29,7 +29,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 def _written(problem: VerifyProblem, arm: Arm) -> dict[str, torch.Tensor]:
     record = problem.folding.banks if arm.fold_on_verify else problem.record(arm.mode)
-    tensors = {"conv_window": problem.state.conv_window}
+    tensors = {"conv_window": problem.state.windows}
     if isinstance(record, Ring):
         slots = problem.state.ssm_state.shape[0]  # the bank that a reset problem's verify writes
         tensors |= {name: getattr(record, name)[:slots] for name in ("raw_v", "raw_k", "g", "beta")}

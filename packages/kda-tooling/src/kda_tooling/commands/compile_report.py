@@ -41,8 +41,8 @@ def compile_report(
     kernel: Annotated[
         list[str] | None,
         typer.Option(
-            help="conv, recurrence, fused, fold, scatter_conv, scatter_snapshots, advance or flush; repeatable. "
-            "Default: all."
+            help="conv, recurrence, fused, fold, scatter_conv, scatter_snapshots, gather_conv, advance or flush; "
+            "repeatable. Default: all."
         ),
     ] = None,
     config: Annotated[

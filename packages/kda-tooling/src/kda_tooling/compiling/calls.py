@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kda_kernels import (
+    CONV_WIDTH,
     KdaShape,
     LaunchConfig,
     LayerParams,
@@ -18,12 +19,14 @@ from kda_kernels import (
     advance,
     flush,
     fold,
+    gather_conv,
     new_error_counts,
     scatter_conv,
     scatter_snapshots,
     verify_fused,
     verify_unfused,
 )
+from kda_kernels.buffers import KEPT_INPUTS
 from kda_kernels.defaults import PORTABLE
 from kda_kernels.pending_checks import BANKS
 
@@ -38,7 +41,7 @@ def call(spec: CompileSpec) -> None:
     """Call the op that ``spec`` names as it says."""
     calls = {
         "fold": _call_fold, "scatter_conv": _call_scatter, "scatter_snapshots": _call_scatter,
-        "advance": _call_advance, "flush": _call_flush,
+        "advance": _call_advance, "flush": _call_flush, "gather_conv": _call_gather,
     }  # fmt: skip
     calls.get(spec.op, _call_verify)(spec)
 
@@ -75,7 +78,9 @@ def _call_verify(spec: CompileSpec) -> None:
         torch.zeros(tokens, hv, dtype=dtype),
         shape=shape,
         params=params,
-        state=LayerState.allocate(shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=dtype, device="cpu"),
+        state=LayerState.allocate(
+            shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=dtype, device="cpu", compact_window=spec.compact
+        ),
         record=record,
         slots=torch.arange(_BATCH, dtype=torch.int32),
         draft_tokens=steps,
@@ -145,10 +150,25 @@ def _call_scatter(spec: CompileSpec) -> None:
         **_tracking(spec),
     }
     if spec.op == "scatter_conv":
-        scatter_conv(state.conv_state, state.conv_window, **common)
+        scatter_conv(state.conv_state, state.windows, **common)
     else:
         snapshots = Snapshots.allocate(shape, rows=_BATCH, steps=steps, device="cpu", num_layers=_LAYERS)
         scatter_snapshots(state.ssm_state, snapshots, **common)
+
+
+def _call_gather(spec: CompileSpec) -> None:
+    dtype = _DTYPES[spec.dtype]
+    gather_conv(
+        torch.zeros(_LAYERS, _SLOTS, CONV_WIDTH - 1, _shape(spec).conv_dim, dtype=dtype),
+        torch.zeros(_LAYERS, KEPT_INPUTS, dtype=torch.int64),
+        slots=torch.arange(_BATCH, dtype=torch.int32),
+        accept_lens=torch.ones(_BATCH, dtype=torch.int32),
+        draft_tokens=spec.draft_tokens,
+        starts=_batch(spec).get("starts"),
+        errors=new_error_counts("cpu"),
+        pdl=spec.pdl,
+        **_tracking(spec),
+    )
 
 
 def _call_advance(spec: CompileSpec) -> None:

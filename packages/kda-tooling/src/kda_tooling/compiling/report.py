@@ -64,7 +64,11 @@ def _compile_job(target: str, index: int) -> JobResult:
         labelled = [(spec.label_of(variant.kernel), variant) for variant in compiled]
         kernels = tuple(
             CompiledKernel(
-                target, label, spec.name, code_stats(variant), inspect(variant, label, spec.record, spec.pending)
+                target,
+                label,
+                spec.name,
+                code_stats(variant),
+                inspect(variant, label, spec.record, spec.pending, spec.compact),
             )
             for label, variant in labelled
             if label in spec.labels

@@ -31,17 +31,22 @@ FOLDED_BUFFERS = frozenset({"ssm_state", "folded"})
 """Written where records are replayed once: by a flush, and by a verify of fold on verify."""
 
 
-def expected_stores(label: str, record: str, pending: bool = False) -> frozenset[str]:
-    """Arguments that the kernel called ``label`` writes, error counters aside; ``pending``: verify that folds."""
+def expected_stores(label: str, record: str, pending: bool = False, compact: bool = False) -> frozenset[str]:
+    """Arguments that the kernel called ``label`` writes, error counters aside.
+
+    ``pending``: verify that folds; ``compact``: verify that notes its inputs in place of writing windows.
+    """
+    window = "kept_inputs" if compact else "window"
     if label in ("fused", "recurrence"):
-        windows = frozenset({"window"}) if label == "fused" else frozenset()
+        windows = frozenset({window}) if label == "fused" else frozenset()
         folded = FOLDED_BUFFERS if pending else frozenset()
         return frozenset({"out"}) | windows | _RECORD_BUFFERS[record] | folded
     return {
-        "conv": frozenset({"y", "window"}),
+        "conv": frozenset({"y", window}),
         "fold": frozenset({"ssm_state"}),
         "scatter_conv": frozenset({"dst"}),
         "scatter_snapshots": frozenset({"dst"}),
+        "gather_conv": frozenset({"conv_state"}),
         "advance": frozenset({"parity", "pending", "epoch"}),
         "flush": FOLDED_BUFFERS,
     }[label]
@@ -64,14 +69,16 @@ class Inspection:
     broken: tuple[str, ...]
 
 
-def inspect(variant: CompiledVariant, label: str, record: str, pending: bool = False) -> Inspection | None:
+def inspect(
+    variant: CompiledVariant, label: str, record: str, pending: bool = False, compact: bool = False
+) -> Inspection | None:
     """Look into one compiled kernel; None for a target without PTX."""
     if "ptx" not in variant.asm:
         return None
     flow = memory_flow(variant)
     pdl = bool(variant.options.get("launch_pdl", False))
     ready = INDICES if variant.constexprs.get("INDICES_READY") else frozenset[str]()
-    broken = broken_rules(flow, expected_stores(label, record, pending), pdl=pdl, ready=ready)
+    broken = broken_rules(flow, expected_stores(label, record, pending, compact), pdl=pdl, ready=ready)
     if pdl and flow.waits:
         broken += _moved_loads(sass_opcodes(sass_of(variant)), flow)
     early = {name for access in flow.early_loads for name in access.arguments}

@@ -29,7 +29,9 @@ from kda_kernels.defaults import (
 )
 from kda_tooling.compiling.calls import call
 
-KERNELS = ("conv", "recurrence", "fused", "fold", "scatter_conv", "scatter_snapshots", "advance", "flush")
+KERNELS = (
+    "conv", "recurrence", "fused", "fold", "scatter_conv", "scatter_snapshots", "gather_conv", "advance", "flush",
+)  # fmt: skip
 """Kernels by the name that the report, the budget and ``--kernel`` use."""
 
 _LABELS = {
@@ -42,6 +44,7 @@ _LABELS = {
     ("fold", "fold_gluon_kernel"): "fold",
     ("scatter_conv", "scatter_kernel"): "scatter_conv",
     ("scatter_snapshots", "scatter_kernel"): "scatter_snapshots",
+    ("gather_conv", "gather_kernel"): "gather_conv",
     ("advance", "advance_kernel"): "advance",
     ("flush", "flush_kernel"): "flush",
 }
@@ -70,6 +73,7 @@ class CompileSpec:
         ragged: with ``starts``.
         tree: verify with ``parents``; a commit by ``last_steps``.
         pending: verify that folds what is pending first.
+        compact: verify that notes its inputs and writes no windows.
     """
 
     op: str
@@ -90,6 +94,7 @@ class CompileSpec:
     ragged: bool = False
     tree: bool = False
     pending: bool = False
+    compact: bool = False
 
     @property
     def name(self) -> str:
@@ -102,7 +107,7 @@ class CompileSpec:
         parts += ["track" if self.track else "", "rows" if self.rows else "", "nopdl" if self.pdl is False else ""]
         parts += ["chunked" if self.chunked else "", "ready" if self.indices_ready else ""]
         parts += ["ragged" if self.ragged else "", "tree" if self.tree else ""]
-        parts += ["pending" if self.pending else ""]
+        parts += ["pending" if self.pending else "", "compact" if self.compact else ""]
         return "-".join(part for part in parts if part)
 
     @property
@@ -150,6 +155,8 @@ _EVERYWHERE = [
     *_verify_specs("ring", pending=True),
     CompileSpec("advance"),
     CompileSpec("flush"),
+    *_verify_specs("ring", compact=True),
+    CompileSpec("gather_conv"),
 ]
 
 _NVIDIA = [
@@ -159,6 +166,7 @@ _NVIDIA = [
     CompileSpec("verify_fused", "ring", config=MANY_HEADS, chunked=True),
     CompileSpec("fold", config=FOLD_SHORT),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS_CAPPED, pending=True),
+    CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, compact=True),
 ]
 
 _PENDING = [
@@ -189,6 +197,32 @@ _PENDING = [
     CompileSpec("flush", head_dim=64, dtype="fp16"),
 ]
 """Fold on verify: the configurations that `kda_kernels.defaults` names for T = 4 and 8, in both forms."""
+
+_COMPACT = [
+    *(
+        CompileSpec("verify_fused", "ring", draft_tokens=tokens, config=config, compact=True, **knobs)
+        for tokens, config, knobs in (
+            (4, LONE_HEADS, {"indices_ready": True}),
+            (4, FEW_HEADS, {}),
+            (4, SOME_HEADS, {}),
+            (4, MANY_HEADS, {"chunked": True}),
+            (4, MANY_HEADS_CAPPED, {"pending": True}),
+            (8, LONE_HEADS, {}),
+            (8, FEW_HEADS_LONG_DRAFT, {}),
+            (8, SOME_HEADS, {}),
+            (8, MANY_HEADS_LONG_DRAFT, {}),
+            (8, MANY_HEADS, {"chunked": True}),
+            (4, FEW_HEADS, _OTHER),
+        )
+    ),
+    *_verify_specs("snapshots", compact=True),
+    CompileSpec("verify_fused", "snapshots", config=MANY_HEADS_STATE_FIRST, compact=True),
+    CompileSpec("verify_unfused", "ring", ragged=True, compact=True),
+    CompileSpec("gather_conv", track=True, ragged=True),
+    CompileSpec("gather_conv", head_dim=64, dtype="fp16"),
+    CompileSpec("gather_conv", pdl=False),
+]
+"""Without conv windows."""
 
 _SM90 = [
     *_verify_specs("ring", config=SOME_HEADS),
@@ -253,7 +287,9 @@ _SM90 = [
 
 SPECS: dict[str, tuple[CompileSpec, ...]] = {
     name: tuple(
-        _EVERYWHERE + (_NVIDIA if target.backend == "cuda" else []) + (_SM90 + _PENDING if name == "sm90" else [])
+        _EVERYWHERE
+        + (_NVIDIA if target.backend == "cuda" else [])
+        + (_SM90 + _PENDING + _COMPACT if name == "sm90" else [])
     )
     for name, target in TARGETS.items()
 }
