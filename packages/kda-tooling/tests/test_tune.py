@@ -22,7 +22,7 @@ from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.timing import Timing
 from kda_tooling.cli import app
 from kda_tooling.tuning import compiling, measure, run
-from kda_tooling.tuning.candidates import Figures, candidates, capped, ruled_out
+from kda_tooling.tuning.candidates import Figures, candidates, capped, fits_heads, ruled_out
 from kda_tooling.tuning.settings import TuneSettings
 
 SHAPE = KdaShape(1, 2, 64, 64)
@@ -273,6 +273,22 @@ def test_registers_are_capped_where_that_fits_another_program() -> None:
     assert "260 bytes" in str(ruled_out(Figures(128, 260, 0)))
 
 
+def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None:
+    shape = KdaShape(8, 8, 128, 128)
+    every = candidates(shape, 4, "recurrent", "fused+ring", nvidia=True)
+
+    def tried(batch: int) -> set[tuple[int, int]]:
+        return {(one.block_v, one.num_warps) for one in every if fits_heads(one, every, 8 * batch, 128)}
+
+    assert tried(1) == {(16, 4), (32, 4), (32, 8), (64, 8)}
+    assert tried(16) >= {(32, 4), (64, 8), (64, 4), (128, 8)}
+    assert tried(256) == {(32, 4), (64, 4), (64, 8), (128, 8)}
+    portable = [LaunchConfig(*tile) for tile in ((8, 1), (32, 4))]
+    assert all(fits_heads(one, portable, heads, 128) for one in portable for heads in (1, 1 << 20))
+    lone = every[:1]
+    assert fits_heads(lone[0], lone, 1 << 20, 128)
+
+
 def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Kernel:
@@ -327,7 +343,7 @@ def test_the_command_prints_what_came_of_it(
     kept.mkdir()
     before.path.rename(kept / before.path.name)
     slower = tuned(lambda name, number: usual(name, number) + (9 if "kda fused" in name else 0))
-    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(command, "_measure", lambda *_: slower)
     arguments = ["tune", "--into", str(tmp_path), "--check", str(kept / before.path.name), "--json", "-"]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})

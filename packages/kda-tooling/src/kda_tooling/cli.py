@@ -15,6 +15,7 @@ from kda_tooling.commands import (
     gate,
     host_time,
     memory,
+    regret,
     report,
     sweep,
     train_demo,
@@ -52,6 +53,7 @@ host_time.register(app)
 memory.register(app)
 doctor.register(app)
 gate.register(app)
+regret.register()
 
 
 def _show_version(asked: bool) -> None:

@@ -74,8 +74,9 @@ def tune(
         raise refuse("--fresh", "drops what --resume would leave: give one of them.")
     try:
         settings = TuneSettings(
-            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim), dtype=dtype,
-            gates=tuple(dict.fromkeys(gate)), forms=tuple(dict.fromkeys(form)), modes=tuple(dict.fromkeys(mode)),
+            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
+            dtype=short_dtype(dtype), gates=tuple(dict.fromkeys(gate)), forms=tuple(dict.fromkeys(form)),
+            modes=tuple(dict.fromkeys(mode)),
             options=tuple(dict.fromkeys(option)), draft_tokens=tuple(sorted(set(draft_tokens))),
             batch_sizes=tuple(sorted(set(batch_sizes))), margin=margin, passes=passes, finalists=finalists, seed=seed,
         )  # fmt: skip
@@ -88,7 +89,7 @@ def tune(
         compared = load_table(check) if check is not None else None
     except TableError as error:
         raise refuse("--check", f"{error}.") from None
-    _require_gpu()
+    require_gpu()
     into.mkdir(parents=True, exist_ok=True)
     result = _measure(settings, into, fresh, resume)
     from kda_tooling.tuning.run import changes
@@ -104,7 +105,13 @@ def tune(
         raise typer.Exit(1)
 
 
-def _require_gpu() -> None:
+def short_dtype(name: str) -> str:
+    """bf16 or fp16 for bfloat16 or float16, as `kda gate` and tables have them; anything else as it is."""
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)
+
+
+def require_gpu() -> None:
+    """Refuse to time where there is no GPU, or kernels are interpreted."""
     if interpreter_chosen():
         raise typer.BadParameter("TRITON_INTERPRET is set: tuning times compiled kernels; unset it.")
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kda_kernels import KdaShape, LaunchConfig
@@ -20,6 +21,10 @@ REGISTER_CAPS = (128, 168)
 
 MOST_SPILLS = 256
 """Bytes of stack per thread above which a configuration is not timed: every measured one lost."""
+
+
+ONE_WAVE_WARPS = 132 * 16
+"""Warps that are resident at once at 128 registers a thread, on 132 SMs."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +86,22 @@ def ruled_out(figures: Figures) -> str | None:
     if figures.spills > MOST_SPILLS:
         return f"spills {figures.spills} bytes per thread; more than {MOST_SPILLS} never won"
     return None
+
+
+def fits_heads(config: LaunchConfig, alternatives: Sequence[LaunchConfig], heads: int, head_v_dim: int) -> bool:
+    """Whether ``config`` can be the fastest of ``alternatives`` for a batch of ``heads`` heads, requests times HV.
+
+    While all programs are resident at once, whoever has less than half as many warps as another has less of the
+    device's memory under way. Past two such waves, tiles of an eighth of a head repeat a head's q and k work too often,
+    and programs of one row a thread have too little to do between their barriers.
+    """
+
+    def warps(one: LaunchConfig) -> int:
+        return heads * (head_v_dim // one.block_v) * one.num_warps
+
+    if config.rows_per_thread is None:
+        return True
+    if warps(config) > 2 * ONE_WAVE_WARPS and config.rows_per_thread == 1:
+        return not any((one.rows_per_thread or 0) > 1 for one in alternatives)
+    most = max((warps(one) for one in alternatives if warps(one) <= ONE_WAVE_WARPS), default=0)
+    return 2 * warps(config) >= most

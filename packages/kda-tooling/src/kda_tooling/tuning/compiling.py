@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -55,23 +55,30 @@ def arm_of(settings: TuneSettings, group: Group, lane: str, config: LaunchConfig
     return with_config(arm, config)
 
 
-def compile_candidates(
-    settings: TuneSettings,
-    groups: Iterable[Group],
-    nvidia: bool,
-    on_done: Callable[[int, int], None] = lambda done, of: None,
-    workers: int | None = None,
-) -> Compiled:
-    """Compile every candidate of ``groups`` over the machine's cores; ``on_done(done, of)`` after each.
+Job = tuple[Group, str, LaunchConfig]
+"""(group, lane, configuration) to compile."""
 
-    One that fails to compile is a failure of its own; the others go on.
-    """
-    jobs = [
+
+def candidate_jobs(settings: TuneSettings, groups: Iterable[Group], nvidia: bool) -> list[Job]:
+    """Every candidate of ``groups``."""
+    return [
         (group, lane, config)
         for group in groups
         for lane in group.lanes
         for config in candidates(settings.shape, group.draft_tokens, group.form, lane, nvidia)
     ]
+
+
+def compile_jobs(
+    settings: TuneSettings,
+    jobs: Sequence[Job],
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+    workers: int | None = None,
+) -> Compiled:
+    """Compile ``jobs`` over the machine's cores, and what `capped` makes of them; ``on_done(done, of)`` after each.
+
+    One that fails to compile is a failure of its own; the others go on.
+    """
     compiled = Compiled()
     for group, lane, _ in jobs:
         compiled.configs.setdefault((group, lane), [])

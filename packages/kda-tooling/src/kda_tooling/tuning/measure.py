@@ -10,11 +10,13 @@ import torch
 
 from kda_backend.gate.cells import OPTIONS, LaneFigures
 from kda_kernels import LaunchConfig, flush
-from kda_tooling.bench.arms import Arm
+from kda_tooling.bench.arms import Arm, peer_arms
 from kda_tooling.bench.bits import BitsDifferError, check_bits
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
 from kda_tooling.bench.timing import capture, measure_interleaved
+from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems
+from kda_tooling.tuning.candidates import fits_heads
 from kda_tooling.tuning.compiling import Compiled, Failure, arm_of, in_a_line
 from kda_tooling.tuning.settings import Group, TuneSettings
 
@@ -66,8 +68,9 @@ def measure_group(
     best: dict[int, list[str]] = {}
     for batch in surveyed:
         on_step(f"survey, B = {batch}")
-        times = time_arms(settings, group, batch, arms, l2_bytes, settings.seed, SURVEY_PASSES, device)
-        best[batch] = [name for lane in group.lanes for name in _fastest(times, arms, lane, settings.finalists)]
+        tried = _tried(settings, arms, batch)
+        times = time_arms(settings, group, batch, tried, l2_bytes, settings.seed, SURVEY_PASSES, device)
+        best[batch] = [name for lane in group.lanes for name in _fastest(times, tried, lane, settings.finalists)]
     finalists = {batch: _shortlist(best, batch) for batch in sizes}
     passes: list[dict[int, Times]] = []
     for number in range(settings.passes):
@@ -81,6 +84,16 @@ def measure_group(
     all_failures = [one for one in compiled.failures if one.group == group] + failures
     reasons = {lane: _reason(all_failures, lane) for lane in group.lanes}
     return Measured(_figures(group, sizes, passes, by_name, reasons), failures)
+
+
+def _tried(settings: TuneSettings, arms: Sequence[Arm], batch: int) -> list[Arm]:
+    """The arms that could be their lane's fastest at ``batch``."""
+    shape, found = settings.shape, []
+    for arm in arms:
+        others = [other.config for other in arms if other.lane == arm.lane and other.config is not None]
+        if arm.config is None or fits_heads(arm.config, others, batch * shape.num_v_heads, shape.head_v_dim):
+            found.append(arm)
+    return found
 
 
 def check_problems(settings: TuneSettings, group: Group, device: str) -> Problems:
@@ -150,11 +163,13 @@ def time_arms(
     seed: int,
     passes: int,
     device: str = "cuda",
+    peers: Sequence[Peer] = (),
 ) -> Times:
-    """Median times of ``arms``, interleaved in one run on inputs of ``seed``, L2-cold."""
+    """Median times of ``arms`` and of ``peers``' arms, interleaved in one run on inputs of ``seed``, L2-cold."""
     sweep = settings.sweep_settings(group, seed)
     layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
     problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
+    arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
     accept = sweep.accept_for(group.draft_tokens)
     accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
     kinds = ("verify",) if group.option == OPTIONS[0] else ("verify", "round")

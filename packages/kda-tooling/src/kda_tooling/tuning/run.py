@@ -14,7 +14,7 @@ from kda_backend.lanes import Target
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.settings import DTYPES
 from kda_tooling.bench.sweep import check_memory
-from kda_tooling.tuning.compiling import Failure, compile_candidates
+from kda_tooling.tuning.compiling import Failure, candidate_jobs, compile_jobs
 from kda_tooling.tuning.measure import FINAL_PASSES, measure_group
 from kda_tooling.tuning.settings import Group, TuneSettings
 
@@ -134,7 +134,7 @@ def run_tune(
     for group in groups:
         check_memory(settings.sweep_settings(group), machine.l2_bytes, device_memory())
     started = time.monotonic()
-    compiled = compile_candidates(settings, groups, torch.version.hip is None, on_compiled)
+    compiled = compile_jobs(settings, candidate_jobs(settings, groups, torch.version.hip is None), on_compiled)
     result.seconds["compiling"] = time.monotonic() - started
     result.failures += compiled.failures
     for index, group in enumerate(groups):

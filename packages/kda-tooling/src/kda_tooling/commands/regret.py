@@ -1,0 +1,155 @@
+"""`kda gate regret`: what a table's decisions cost on this GPU, measured again."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+from kda_tooling.commands.gate import GATES, MODES, OPTIONS, gate
+from kda_tooling.commands.many_values import ManyValuesCommand
+from kda_tooling.commands.options import FORMS, check_output_file, rename_shape_fields
+from kda_tooling.commands.tune import require_gpu, short_dtype
+from kda_tooling.terminal import plain
+
+if TYPE_CHECKING:
+    from kda_tooling.tuning.regret import RegretResult
+    from kda_tooling.tuning.settings import TuneSettings
+
+BATCH_SIZES = [1, 2, 3, 4, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+"""The sizes that tables are measured at, and some between them."""
+
+USUAL, MOST = 0.03, 0.06
+"""Regret that 98 % of the cells keep to, and that all do."""
+
+
+def register() -> None:
+    """Add the command to ``kda gate``."""
+    gate.command(
+        cls=ManyValuesCommand,
+        epilog="Examples: [bold]kda gate regret --draft-tokens 4 8[/bold], [bold]kda gate regret --tables tables "
+        "--heads 16 --form recurrent --mode ring --peer sglang=peer --json regret.json[/bold]",
+    )(regret)
+
+
+def regret(
+    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
+    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
+    head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
+    head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
+    draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T.")] = [2, 3, 4, 5, 6, 7, 8],  # noqa: B006
+    batch_sizes: Annotated[list[int], typer.Option(help="Requests per batch, B.")] = BATCH_SIZES,
+    form: Annotated[list[str], typer.Option(help=f"Of {', '.join(FORMS)}.")] = list(FORMS),  # noqa: B006
+    mode: Annotated[list[str], typer.Option(help=f"State modes: {', '.join(MODES)}.")] = list(MODES),  # noqa: B006
+    option: Annotated[list[str], typer.Option(help=f"Pool options: {', '.join(OPTIONS)}.")] = list(OPTIONS[:1]),  # noqa: B006
+    gate: Annotated[list[str], typer.Option(help=f"Gates of the delta rule: {', '.join(GATES)}.")] = list(GATES[:1]),  # noqa: B006
+    tables: Annotated[Path | None, typer.Option(help="Folder of the table; default: the packaged ones.")] = None,
+    peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 1000,
+    json: Annotated[Path | None, typer.Option(help="Write every cell here ('-': standard output).")] = None,
+) -> None:
+    """Time what the gate chooses beside all that its table knows; exit with 1 where it is too slow.
+
+    Too slow: more than 3 % over the best in more than 2 % of the cells, or more than 6 % in any, or more than 3 % over
+    our own unfused lane.
+    """
+    from kda_kernels import KdaShape
+    from kda_tooling.tuning.settings import TuneSettings
+
+    try:
+        settings = TuneSettings(
+            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
+            dtype=short_dtype(dtype), gates=tuple(dict.fromkeys(gate)), forms=tuple(dict.fromkeys(form)),
+            modes=tuple(dict.fromkeys(mode)), options=tuple(dict.fromkeys(option)),
+            draft_tokens=tuple(sorted(set(draft_tokens))), batch_sizes=tuple(sorted(set(batch_sizes))), seed=seed,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+    if json is not None and str(json) != "-":
+        check_output_file("--json", json)
+    require_gpu()
+    result = _measure(settings, tables, peer)
+    verdict = judged(result)
+    data = to_dict(result, verdict)
+    if json is not None and str(json) != "-":
+        json.write_text(json_format.dumps(data, indent=1) + "\n")
+    _show(result, verdict, Console(stderr=str(json) == "-"))
+    if str(json) == "-":
+        typer.echo(json_format.dumps(data, indent=1))
+    if verdict:
+        raise typer.Exit(1)
+
+
+def judged(result: RegretResult) -> list[str]:
+    """What is wrong, in words; nothing where the table is good."""
+    wrong = []
+    if result.within(USUAL) < 0.98:
+        wrong.append(f"only {result.within(USUAL):.1%} of the cells are within {USUAL:.0%} of the best")
+    for cell in result.cells:
+        where = f"{cell.group}, B={cell.batch}: {cell.lane} {cell.config}"
+        if cell.share > MOST:
+            wrong.append(f"{where} is {cell.share:.1%} over {cell.best}")
+        if cell.over_unfused > USUAL:
+            wrong.append(f"{where} is {cell.over_unfused:.1%} over our unfused lane")
+    return wrong
+
+
+def to_dict(result: RegretResult, verdict: list[str]) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "machine": asdict(result.machine), "table": result.table, "seconds": round(result.seconds, 1),
+        "within": {str(share): round(result.within(share), 4) for share in (0.01, USUAL, MOST)},
+        "wrong": verdict, "cells": [cell.to_dict() for cell in result.cells],
+    }  # fmt: skip
+
+
+def _measure(settings: TuneSettings, tables: Path | None, peers: list[str]) -> RegretResult:
+    from rich.progress import Progress
+
+    from kda_backend.gate.folders import PACKAGED
+    from kda_tooling.peers import load_peer
+    from kda_tooling.tuning.regret import measure_regret
+
+    with Progress(console=Console(stderr=True)) as progress:
+        compiling = progress.add_task("compiling", total=None)
+        measuring = progress.add_task("measuring", total=None)
+        try:
+            result = measure_regret(
+                settings, Path(PACKAGED) if tables is None else tables, peers=[load_peer(spec) for spec in peers],
+                on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
+                on_cell=lambda cell, done, of: progress.update(measuring, description=cell, completed=done, total=of),
+            )  # fmt: skip
+        except (ValueError, OSError, ImportError) as error:
+            raise typer.BadParameter(str(error)) from None
+        progress.update(measuring, total=1, completed=1, description="measured")
+    return result
+
+
+def _show(result: RegretResult, verdict: list[str], console: Console) -> None:
+    """The worst cell of each group, and what is wrong."""
+    grid = Grid(title=f"regret by {plain(result.table)}", title_justify="left")
+    for name in ("cells of", "number", "fused", "worst at", "chosen", "best", "regret", "over the peers, worst"):
+        grid.add_column(name)
+    for group in dict.fromkeys(cell.group for cell in result.cells):
+        cells = [cell for cell in result.cells if cell.group == group]
+        worst = max(cells, key=lambda cell: cell.share)
+        over = [cell.over_peer for cell in cells if cell.over_peer is not None]
+        grid.add_row(
+            group, str(len(cells)), str(sum(cell.lane.startswith("fused") for cell in cells)), f"B={worst.batch}",
+            f"{worst.lane} {worst.config}, {worst.us:.2f} us", f"{worst.best}, {worst.best_us:.2f} us",
+            f"{worst.share:.1%}", f"{max(over):.2f}" if over else "-",
+        )  # fmt: skip
+    console.print(grid)
+    console.print(
+        f"{len(result.cells)} cells, {result.within(0.01):.1%} within 1 %, {result.within(USUAL):.1%} within 3 %, "
+        f"{result.within(MOST):.1%} within 6 % of the best; {result.seconds:.0f} s",
+        highlight=False,
+    )
+    for line in verdict:
+        console.print(f"[red]too slow[/red] {plain(line)}", highlight=False, soft_wrap=True)

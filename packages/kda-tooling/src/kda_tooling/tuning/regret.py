@@ -1,0 +1,162 @@
+"""What a table's decisions cost: the chosen lane beside every lane and configuration that the table knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kda_backend.gate import Decision, decide, load_table, table_name
+from kda_backend.gate.cells import GATES
+from kda_backend.gate.env import TABLES
+from kda_backend.lanes import Target
+from kda_kernels import LaunchConfig
+from kda_tooling.bench.arms import Arm, config_name
+from kda_tooling.bench.machine import Machine, describe_machine
+from kda_tooling.bench.settings import DTYPES
+from kda_tooling.peers import Peer
+from kda_tooling.tuning.compiling import Job, arm_of, compile_jobs
+from kda_tooling.tuning.measure import deciding, time_arms
+from kda_tooling.tuning.settings import Group, TuneSettings
+
+PASSES = 7
+
+
+@dataclass(frozen=True)
+class Regret:
+    """A decision at one cell, measured.
+
+    Args:
+        group, draft_tokens, batch: which cell.
+        lane, config: what the gate chose.
+        us: its time; of a round where rounds decide.
+        best, best_us: the fastest arm of ours in the same run, and its time.
+        unfused_us: our fastest unfused configuration.
+        peer, peer_us: the fastest arm of a peer; None without peers.
+    """
+
+    group: str
+    draft_tokens: int
+    batch: int
+    lane: str
+    config: str
+    us: float
+    best: str
+    best_us: float
+    unfused_us: float
+    peer: str | None = None
+    peer_us: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The chosen over the best, minus 1."""
+        return self.us / self.best_us - 1
+
+    @property
+    def over_unfused(self) -> float:
+        """The chosen over our unfused lane, minus 1."""
+        return self.us / self.unfused_us - 1
+
+    @property
+    def over_peer(self) -> float | None:
+        """The chosen over the best of the peers."""
+        return None if self.peer_us is None else self.us / self.peer_us
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"regret": round(self.share, 5), "over_unfused": round(self.over_unfused, 5)}
+
+
+@dataclass(frozen=True)
+class RegretResult:
+    """All cells, what they were measured on, and how long it took."""
+
+    machine: Machine
+    table: str
+    cells: list[Regret]
+    seconds: float
+
+    def within(self, share: float) -> float:
+        """The share of cells whose regret is at most ``share``."""
+        return sum(cell.share <= share for cell in self.cells) / len(self.cells)
+
+
+def decision_at(settings: TuneSettings, group: Group, batch: int, machine: Machine, folder: Path) -> Decision:
+    """What the gate decides there on ``machine`` by the tables in ``folder``."""
+    target = Target("cuda", machine.sm) if torch.version.hip is None else Target("hip")
+    return decide(
+        settings.shape, mode=group.mode, batch=batch, draft_tokens=group.draft_tokens, device_name=machine.gpu,
+        target=target, form=group.form, safe_gate=group.gate == GATES[0], option=group.option,
+        dtype=DTYPES[settings.dtype], environ={TABLES: str(folder)},
+    )  # fmt: skip
+
+
+def alternatives(settings: TuneSettings, group: Group, path: Path) -> list[tuple[str, LaunchConfig]]:
+    """(lane, configuration) of everything that the table in ``path`` has for the group's T, at any B."""
+    found = {
+        (lane, figures.config): None
+        for cell in load_table(path).cells
+        if cell.key == group.key(cell.key.batch)
+        for lane, figures in cell.lanes.items()
+        if figures.config is not None
+    }
+    return list(found)
+
+
+def measure_regret(
+    settings: TuneSettings,
+    folder: Path,
+    *,
+    peers: Sequence[Peer] = (),
+    on_compiled: Callable[[int, int], None] = lambda done, of: None,
+    on_cell: Callable[[str, int, int], None] = lambda cell, done, of: None,
+) -> RegretResult:
+    """Measure every cell of ``settings`` on the current CUDA device, decided by the table in ``folder``.
+
+    Raises:
+        TableError: there is no table for this GPU, or it cannot be read.
+        ValueError: the table has nothing of what is asked for.
+    """
+    started = time.monotonic()
+    machine = describe_machine()
+    dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
+    path = folder / table_name(settings.shape, machine.gpu, dtype)
+    load_table(path)
+    groups = {group: found for group in settings.groups() if (found := alternatives(settings, group, path))}
+    if not groups:
+        raise ValueError(f"{path} has no cell of what is asked for")
+    jobs: list[Job] = [(group, lane, config) for group, found in groups.items() for lane, config in found]
+    compile_jobs(settings, jobs, on_compiled)
+    cells = [(group, batch) for group in groups for batch in settings.batch_sizes]
+    results = []
+    for number, (group, batch) in enumerate(cells):
+        on_cell(f"{group}, B = {batch}", number, len(cells))
+        decision = decision_at(settings, group, batch, machine, folder)
+        chosen = arm_of(settings, group, decision.lane, decision.launch)
+        arms = {chosen.name: chosen}
+        for lane, config in groups[group]:
+            arm = arm_of(settings, group, lane, config)
+            arms.setdefault(arm.name, arm)
+        times = time_arms(
+            settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=peers
+        )
+        results.append(_regret(group, batch, decision, chosen, arms, {n: deciding(t) for n, t in times.items()}))
+    return RegretResult(machine, str(path.name), results, time.monotonic() - started)
+
+
+def _regret(
+    group: Group, batch: int, decision: Decision, chosen: Arm, arms: Mapping[str, Arm], us: Mapping[str, float]
+) -> Regret:
+    best = min(arms, key=us.__getitem__)
+    unfused = min(us[name] for name, arm in arms.items() if arm.lane == group.lanes[0])
+    peer = min((name for name in us if name not in arms), key=us.__getitem__, default=None)
+    return Regret(
+        group=str(group), draft_tokens=group.draft_tokens, batch=batch, lane=decision.lane,
+        config="default" if decision.launch is None else config_name(decision.launch), us=round(us[chosen.name], 4),
+        best=best, best_us=round(us[best], 4), unfused_us=round(unfused, 4), peer=peer,
+        peer_us=None if peer is None else round(us[peer], 4),
+    )  # fmt: skip
