@@ -45,17 +45,22 @@ class Pools:
     def each(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         return [getattr(pool, method)(*arguments, **options) for pool in (self.plain, self.ours)]
 
-    def verify(self, slots: list[int], tokens: int = T, starts: list[int] | None = None) -> None:
+    def verify(
+        self, slots: list[int], tokens: int = T, starts: list[int] | None = None, form: str = "recurrent"
+    ) -> None:
         ragged = {} if starts is None else {"starts": self.index(starts)}
         self.each("begin", self.index(slots), tokens, **ragged)
         rows = len(slots) * tokens if starts is None else starts[-1]
         for layer in range(LAYERS):
             inputs = [self.normal(rows, width) for width in (SHAPE.conv_dim, 2 * 64, 2)]
-            plain, ours = self.each("verify", layer, *inputs, self.params[layer], lane=self.lane)
+            plain, ours = self.each("verify", layer, *inputs, self.params[layer], lane=self.lane, form=form)
             assert torch.equal(plain, ours)
 
-    def round(self, slots: list[int], accept: list[int], tokens: int = T, **track: list[int]) -> None:
-        self.verify(slots, tokens)
+    def round(
+        self, slots: list[int], accept: list[int], tokens: int = T, form: str = "recurrent",
+        starts: list[int] | None = None, **track: list[int],
+    ) -> None:  # fmt: skip
+        self.verify(slots, tokens, starts, form)
         given = {name: self.index(values) for name, values in track.items()}
         self.each("commit", self.index(accept), **given)
 
@@ -162,6 +167,84 @@ def test_tracking(pools: Pools, steps: list[int]) -> None:
     pools.round([1, 3], [2, 1])
     pools.round([2, 0], [2, 0], track_slots=[3, -1], track_steps=[1, 1])
     pools.assert_same()
+
+
+@pytest.mark.parametrize("lane", ["unfused+ring", "reference"])
+def test_a_request_without_tokens_is_not_tracked(pools: Pools, lane: str) -> None:
+    """Its last round is still pending; a step in that one's accepted prefix is none of this one's."""
+    pools.lane = lane
+    pools.round([2, 0], [0, 2], starts=[0, 0, 3], track_slots=[3, 1], track_steps=[0, 1])
+    pools.round([3, 1], [1, 2])
+    if lane == "reference":
+        pools.ours.flush()
+        torch.testing.assert_close(pools.ours.ssm_state, pools.plain.ssm_state, rtol=1e-4, atol=1e-4)
+    else:
+        pools.assert_same()
+
+
+def test_lanes_forms_and_draft_lengths_change_from_round_to_round(pools: Pools) -> None:
+    rounds = (
+        ("fused+ring", 2, "chunked", [2, 0], [1, 2]),
+        ("unfused+ring", 1, "recurrent", [2, 0], [1, 1]),
+        ("unfused+ring", 3, "chunked", [0, 3], [3, 0]),
+        ("fused+ring", 1, "recurrent", [3, 2], [1, 0]),
+        ("fused+ring", 3, "recurrent", [2, 3], [2, 3]),
+        ("unfused+ring", 2, "recurrent", [3, 0], [0, 0]),
+    )
+    for pools.lane, tokens, form, slots, accept in rounds:
+        pools.round(slots, accept, tokens, form)
+    pools.assert_same()
+
+
+def test_verifies_of_other_lanes_and_lengths_before_one_commit(pools: Pools) -> None:
+    """The last round counts, and what is pending is folded by the first of them."""
+    for pools.lane, tokens in (("fused+ring", 3), ("unfused+ring", 2), ("fused+ring", 1)):
+        pools.verify([0, 2], tokens)
+    pools.each("abandon")
+    pools.verify([2, 0], 2)
+    for pool in (pools.plain, pools.ours):
+        pool.begin(pools.index([2, 0]), 1)
+        with pytest.raises(RuntimeError, match=r"layers \[0, 1\] were not"):
+            pool.commit(pools.index([1, 1]))
+    pools.round([2, 0], [1, 3])
+    pools.assert_same()
+
+
+def test_a_flush_at_any_time_of_a_round(pools: Pools) -> None:
+    """Between its layers, before its commit and after it."""
+    pools.each("begin", pools.index([0, 2]), T)
+    for layer in range(LAYERS):
+        inputs = [pools.normal(2 * T, width) for width in (SHAPE.conv_dim, 2 * 64, 2)]
+        plain, ours = pools.each("verify", layer, *inputs, pools.params[layer], lane="fused+ring")
+        assert torch.equal(plain, ours)
+        pools.ours.flush()
+    pools.each("commit", pools.index([2, 3]))
+    pools.assert_same()
+    pools.round([2, 0], [3, 3])
+    pools.assert_same()
+
+
+@pytest.mark.parametrize("when", ["in the round", "after it"])
+def test_a_freed_slot_full_of_nan_is_a_fresh_one_when_allocated_again(when: str, device: str) -> None:
+    pools = Pools(device)
+    assert pools.each("allocate", 2) == [[0, 1], [0, 1]]
+    pools.round([0, 1], [2, 3])
+    pools.verify([0, 1])
+    if when == "in the round":
+        pools.each("free", [1])
+    pools.each("commit", pools.index([1, 3]))
+    if when == "after it":
+        pools.each("free", [1])
+    for pool in (pools.plain, pools.ours):
+        for tensor in (*vars(pool.record).values(), pool.ssm_state, pool.conv_state):
+            for slot in range(1, tensor.shape[1], SLOTS):
+                tensor[:, slot] = float("nan")
+    assert pools.ours.pending.pending[1] == 3
+    assert pools.each("allocate") == [[1], [1]]
+    pools.round([1, 0], [3, 0])
+    pools.ours.flush([1])
+    assert torch.equal(pools.ours.ssm_state[:, 1], pools.plain.ssm_state[:, 1])
+    assert not pools.ours.ssm_state[:, 1].isnan().any()
 
 
 def test_flush_of_some_slots(pools: Pools) -> None:

@@ -52,7 +52,8 @@ def commit_layers(
     """Advance every layer's recurrent and conv state by each request's accepted prefix: two launches.
 
     With ``pending`` the second launch only records the accepted prefixes, as `kda_kernels.advance`; where a state is
-    tracked, a third replays them.
+    tracked, a third replays them. One more comes first if the batch is ragged: a request without tokens still has its
+    last round pending, which is none of this round's to track.
 
     Args:
         state, record: with a leading [layers]; ``state`` is updated in place.
@@ -91,6 +92,8 @@ def commit_layers(
             )
             on_launch()
             scatter_conv_reference(*windows, errors=uncounted, **common)
+            if track_slots is not None and starts is not None:
+                flush_reference(states, record, pending, shape=shape, slots=slots, errors=uncounted)
             advance_reference(pending, **advancing)
             if track_slots is not None:
                 flush_reference(states, record, pending, errors=uncounted, **flushing)
@@ -101,6 +104,8 @@ def commit_layers(
         ]
         if track_slots is not None:
             launches.append(prepare_flush(states, record, pending, errors=uncounted, **flushing))
+            if starts is not None:
+                launches.insert(0, prepare_flush(states, record, pending, shape=shape, slots=slots, errors=uncounted))
         on_launch()
         for launch in launches:
             launch()

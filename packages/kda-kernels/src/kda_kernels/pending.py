@@ -48,7 +48,8 @@ def flush(
         slots: [B] int32 or int64; -1 is padding. A live slot may appear once.
         track_slots: [B] a second slot that receives the state after pending record ``track_steps[b]``; -1 for none. It
             must not be one of ``slots``. Not written where the records were replayed before: track right after
-            `advance`, which also clears what is pending in the second slot.
+            `advance`, which also clears what is pending in the second slot. A request that had no tokens in a ragged
+            verify may still have older records pending: flush before that `advance`, or they are tracked.
         track_steps: [B] 0-based record; one outside the pending ones is not written.
         errors: counters from `new_error_counts`, or None to not count. A slot whose bookkeeping is out of range is left
             untouched and counted as an accept length.
