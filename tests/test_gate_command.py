@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kda_backend import MODES
-from kda_backend.gate import ENV, OPTIONS, decide, write_table
+from kda_backend.gate import OPTIONS, decide, write_table
 from kda_backend.gate.cells import GATES
-from kda_backend.gate.decisions import forget_decisions
-from kda_backend.gate.env import process_settings
-from kda_backend.gate.folders import forget
 from kda_backend.lanes import Target
 from kda_kernels import KdaShape
 from kda_tooling.cli import app
@@ -26,19 +22,10 @@ from kda_tooling.gate.picture import draw
 from tests.support.broken_tables import BROKEN
 from tests.support.tables import CLOSED, H200, SHAPE, a_cell, a_table, cells
 
+pytestmark = pytest.mark.usefixtures("fresh_gate")
+
 runner = CliRunner()
 HERE = ["--device-name", H200, "--arch", "sm90"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for variable in ENV:
-        monkeypatch.delenv(variable.name, raising=False)
-    for forgets in (forget, forget_decisions, process_settings.cache_clear):
-        forgets()
-    yield
-    for forgets in (forget, forget_decisions, process_settings.cache_clear):
-        forgets()
 
 
 def run(*arguments: str, code: int = 0) -> str:

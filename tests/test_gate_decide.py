@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import timeit
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,11 @@ from kda_kernels import FORMS, KdaShape, LaunchConfig, Ring
 from tests.support.broken_tables import BROKEN
 from tests.support.tables import CLOSED, FAST_CONFIG, H200, SHAPE, SLOW_CONFIG, a_cell, a_table, cells
 
+pytestmark = pytest.mark.usefixtures("fresh_gate")
+
 SM90 = Target("cuda", 90)
 H100 = "NVIDIA H100 80GB HBM3"
 GATE_MD = Path(__file__).parent.parent / "docs" / "gate.md"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
-    """Warnings are given once per process: every test has a process of its own, as far as the gate can tell."""
-    for forgets in (forget, forget_decisions, process_settings.cache_clear):
-        forgets()
-    yield
-    for forgets in (forget, forget_decisions, process_settings.cache_clear):
-        forgets()
 
 
 def ask(packaged: Path, *, environ: dict[str, str] | None = None, **changes: Any) -> Decision:
@@ -441,7 +432,7 @@ class TestTrust:
         assert tune_command(SHAPE, 4) in record.getMessage()
         assert tune_command(SHAPE, 4).startswith("kda tune --heads 8 --hv-heads 8 --draft-tokens 4 --batch-sizes 1 2")
         odd = tune_command(KdaShape(4, 8, 64, 128), 3, torch.float16)
-        assert odd.startswith("kda tune --heads 4 --hv-heads 8 --head-k-dim 64 --dtype float16 --draft-tokens 3")
+        assert odd.startswith("kda tune --heads 4 --hv-heads 8 --head-k-dim 64 --dtype fp16 --draft-tokens 3")
 
     @pytest.mark.parametrize("target", [Target("interpreter"), Target("cpu")])
     def test_nobody_is_told_to_tune_where_kernels_are_not_compiled(

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.mutants import run
-from tests.mutants.table import MUTANTS, Mutant
+from tests.mutants.run import MUTANTS
+from tests.mutants.table import Mutant
 
 HARMLESS = Mutant(
     "harmless",
@@ -30,8 +31,8 @@ def test_the_table_holds_the_breaks_that_are_asked_for() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_applies_to_the_sources(mutant: Mutant) -> None:
-    text = (run.PACKAGE / mutant.path).read_text(encoding="utf-8")
-    assert text.count(mutant.old) == 1, "edit the table with the kernels"
+    text = (run.PACKAGES[mutant.package] / mutant.path).read_text(encoding="utf-8")
+    assert text.count(mutant.old) == 1, "edit the table with the sources"
     assert (run.ROOT / "tests" / mutant.test.partition("::")[0]).is_file()
 
 

@@ -1,12 +1,12 @@
-"""Break the kernels on purpose, one fault at a time, and require the named test to go red.
+"""Break the kernels and the dispatch gate on purpose, one fault at a time, and require the named test to go red.
 
     python tests/mutants/run.py [--only NAME ...] [--json PATH] [--jobs N] [--list]
 
-Each mutant of `table.py` is applied to a temporary copy of `kda_kernels` that goes first on PYTHONPATH; the tree is
-never edited. First every named test has to be green on an unedited copy. Then a mutant is *killed* when its test fails
-by an assertion, *survives* when it passes, and is an *error* when its old text is not found exactly once, or the test
-stops for any other reason (no such test, a crash, an exception that is no assertion). Exit code 0: all killed; 1: a
-mutant survived or an error; 2: the arguments are wrong.
+Each mutant of `table.py` and `gate.py` is applied to a temporary copy of the packages that goes first on PYTHONPATH;
+the tree is never edited. First every named test has to be green on an unedited copy. Then a mutant is *killed* when its
+test fails by an assertion, *survives* when it passes, and is an *error* when its old text is not found exactly once, or
+the test stops for any other reason (no such test, a crash, an exception that is no assertion). Exit code 0: all killed;
+1: a mutant survived or an error; 2: the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "packages" / "kda-kernels" / "src" / "kda_kernels"
+PACKAGES = {name: ROOT / "packages" / name.replace("_", "-") / "src" / name for name in ("kda_kernels", "kda_backend")}
 TIMEOUT_S = 180
 # pytest's summary of a failed test, whose message begins with the kind of failure; pytest.raises says "Failed: DID NOT"
 ASSERTED = re.compile(r"^E\s+(AssertionError|Failed: DID NOT RAISE|assert )", re.MULTILINE)
@@ -36,7 +36,11 @@ ASSERTED = re.compile(r"^E\s+(AssertionError|Failed: DID NOT RAISE|assert )", re
 if str(ROOT) not in sys.path:  # run as a script, the repository is not importable yet
     sys.path.append(str(ROOT))
 
-from tests.mutants.table import MUTANTS, Mutant  # noqa: E402
+from tests.mutants.gate import GATE_MUTANTS  # noqa: E402
+from tests.mutants.table import MUTANTS as KERNEL_MUTANTS  # noqa: E402
+from tests.mutants.table import Mutant  # noqa: E402
+
+MUTANTS = (*KERNEL_MUTANTS, *GATE_MUTANTS)
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,14 @@ class Outcome:
 
 
 def mutated_copy(folder: Path, mutant: Mutant | None) -> str | None:
-    """Copy the package below ``folder`` and apply the mutant; the fault if its old text is not there exactly once."""
-    target = folder / PACKAGE.name
-    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    """Copy the packages below ``folder`` and apply the mutant; the fault if its old text is not there exactly once."""
+    for name, source in PACKAGES.items():
+        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is None:
         return None
-    path = target / mutant.path
+    path = folder / mutant.package / mutant.path
     if not path.is_file():
-        return f"{mutant.path} is not a file of {PACKAGE.name}"
+        return f"{mutant.path} is not a file of {mutant.package}"
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
         return f"old text occurs {text.count(mutant.old)} times in {mutant.path}, must be once: edit the table"
@@ -68,12 +72,13 @@ def mutated_copy(folder: Path, mutant: Mutant | None) -> str | None:
 
 
 def run_tests(folder: Path, tests: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Run node ids (below tests/) with the copy in ``folder`` as `kda_kernels`, in the interpreter."""
+    """Run node ids (below tests/) with the copies in ``folder`` as the packages, in the interpreter."""
     env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     env["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     check = (
-        "import sys, kda_kernels, pytest\n"
-        f"assert kda_kernels.__file__.startswith({str(folder)!r}), kda_kernels.__file__\n"
+        "import sys, kda_backend, kda_kernels, pytest\n"
+        "for package in (kda_backend, kda_kernels):\n"
+        f"    assert package.__file__.startswith({str(folder)!r}), package.__file__\n"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", check, "-q", "-p", "no:cacheprovider", "--tb=short", *options]

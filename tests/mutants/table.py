@@ -1,4 +1,4 @@
-"""The mutants: one text edit of one source file of `kda_kernels` each, the test that must go red, and why it should.
+"""The mutants: one text edit of one source file each, the test that must go red, and why it should. Here: the kernels'.
 
 A mutant whose old text no longer occurs exactly once is an error of this table, not a pass: edit it with the kernels.
 """
@@ -15,7 +15,7 @@ VERIFY, COMMIT, COMMON, ARITHMETIC, CHUNKED, BATCHES, PENDING, GATHER = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` -> ``new`` in ``path`` (below the package); ``test``: a pytest node id below tests/."""
+    """``old`` -> ``new`` in ``path`` (below ``package``); ``test``: a pytest node id below tests/."""
 
     name: str
     path: str
@@ -23,6 +23,7 @@ class Mutant:
     new: str
     test: str
     reason: str
+    package: str = "kda_kernels"
 
 
 MUTANTS = (

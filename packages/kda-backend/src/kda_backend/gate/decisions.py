@@ -307,8 +307,8 @@ def tune_command(shape: KdaShape, draft_tokens: int, dtype: torch.dtype = torch.
         if value != 128
     ]
     if dtype != torch.bfloat16:
-        words.append(f"--dtype {str(dtype).removeprefix('torch.')}")
-    return " ".join([*words, f"--draft-tokens {draft_tokens} --batch-sizes 1 2 4 8 16 32 64 128 256"])
+        words.append("--dtype fp16")
+    return " ".join([*words, f"--draft-tokens {draft_tokens} --batch-sizes 1 2 4 8 16 32 64 128 256 --into tables"])
 
 
 def _warn_of_missing_table(question: _Question) -> None:
@@ -319,7 +319,7 @@ def _warn_of_missing_table(question: _Question) -> None:
     warn_once(
         "missing table",
         "no table of measured verifies for %s with H=%d, HV=%d, K=%d, V=%d, %s: what is known of other %s GPUs or the "
-        "conservative rule chooses the lanes. To measure one on this GPU: %s, then set %s to its folder (docs/gate.md)",
+        "conservative rule chooses the lanes. To measure one on this GPU: %s, then %s=tables (docs/gate.md)",
         question.device_name, shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim,
         str(question.dtype).removeprefix("torch."), question.target,
         tune_command(shape, question.draft_tokens, question.dtype), TABLES,
