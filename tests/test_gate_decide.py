@@ -157,10 +157,10 @@ class TestBuckets:
         assert decision.lane == ("fused+ring" if fused else "unfused+ring")
         assert decision.source == "packaged table"
 
-    def test_the_configuration_is_that_of_the_largest_measured_batch_up_to_it(self, packaged: Path) -> None:
+    def test_the_configuration_is_that_of_the_smallest_measured_batch_from_it_on(self, packaged: Path) -> None:
         pairs = {b: (LaunchConfig(8, w), LaunchConfig(16, w)) for b, w in ((1, 1), (8, 2), (64, 4))}
         write_table(a_table(*(a_cell(batch=b, fused=b < 64, configs=pair) for b, pair in pairs.items())), packaged)
-        for batch, at, lane in ((1, 1, 1), (7, 1, 1), (8, 8, 1), (9, 8, 0), (63, 8, 0), (64, 64, 0), (999, 64, 0)):
+        for batch, at, lane in ((1, 1, 1), (7, 8, 1), (8, 8, 1), (9, 64, 0), (63, 64, 0), (64, 64, 0), (999, 64, 0)):
             assert ask(packaged, batch=batch).launch == pairs[at][lane], batch
 
     @pytest.mark.parametrize(

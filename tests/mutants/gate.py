@@ -64,8 +64,16 @@ GATE_MUTANTS = (
         BUCKETS,
         "if b <= batch), default=None)\n    if at is None:\n        return None\n    cell, lane",
         "if b < batch), default=None)\n    if at is None:\n        return None\n    cell, lane",
-        LOOK_UP + "test_the_configuration_is_that_of_the_largest_measured_batch_up_to_it",
+        LOOK_UP + "test_the_configuration_is_that_of_the_smallest_measured_batch_from_it_on",
         "a batch size that was measured is its own bucket",
+    ),
+    _mutant(
+        "configuration-of-the-bucket-below",
+        BUCKETS,
+        "return Bucket(cells[above], lane,",
+        "return Bucket(cell, lane,",
+        LOOK_UP + "test_the_configuration_is_that_of_the_smallest_measured_batch_from_it_on",
+        "programs that fill the SMs at the batch size below need a second wave here",
     ),
     _mutant(
         "fused-up-to-the-next-bucket",

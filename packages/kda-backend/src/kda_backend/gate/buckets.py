@@ -1,4 +1,9 @@
-"""From the measured batch sizes of one table to a verdict for any batch size."""
+"""From the measured batch sizes of one table to a verdict and a launch configuration for any batch size.
+
+Verdicts go by the measured B below. Configurations go by the one above: it was found for as many programs or more, so
+that what fits the device's SMs in one wave there does so here. That of the B below may not: at T = 8, eight heads and
+B = 5 on an H200 it is a third slower (docs/measured-facts.md).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,8 @@ class Bucket(NamedTuple):
 def own_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | None:
     """By the device's own table: the largest measured B up to ``batch``; between a fused and an unfused one, unfused.
 
-    Above the largest measured B: that one.
+    Above the largest measured B: that one. The launch configuration is that of the smallest measured B from ``batch``
+    on.
 
     Args:
         table: whose cells they are.
@@ -43,8 +49,8 @@ def own_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | 
     if batch == at or above is None:
         return Bucket(cell, lane, said if batch == at else f"{said} (the largest measured)")
     if lane == fused and table.verdict(cells[above]) == unfused:
-        return Bucket(cell, unfused, f"B={batch} lies between B={at}, fused, and B={above}, unfused")
-    return Bucket(cell, lane, said)
+        return Bucket(cells[above], unfused, f"B={batch} lies between B={at}, fused, and B={above}, unfused")
+    return Bucket(cells[above], lane, f"{said}; launched as at B={above}")
 
 
 def other_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | None:
@@ -59,13 +65,14 @@ def other_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket 
     above = min((b for b in cells if b > batch), default=None)
     below = max((b for b in cells if b < at), default=None) if at == batch else None
     around = [b for b in (below, at, above) if b is not None]
+    launched = cells[at if at == batch or above is None else above]
     verdicts = {table.verdict(cells[b]) for b in around}
     measured = ", ".join(f"B={b}" for b in around)
     if len(around) < 2:
-        return Bucket(cells[at], None, f"only {measured} is measured near B={batch}: its configurations, no verdict")
+        return Bucket(launched, None, f"only {measured} is measured near B={batch}: its configurations, no verdict")
     if len(verdicts) > 1:
-        return Bucket(cells[at], None, f"{measured} do not agree: their configurations, no verdict")
-    return Bucket(cells[at], verdicts.pop(), f"{measured} agree; B={at}: {_figures(cells[at])}")
+        return Bucket(launched, None, f"{measured} do not agree: their configurations, no verdict")
+    return Bucket(launched, verdicts.pop(), f"{measured} agree; B={at}: {_figures(cells[at])}")
 
 
 def _figures(cell: Cell) -> str:
