@@ -133,7 +133,7 @@ def advance(
         accept_lens: [B] int32 or int64, tokens accepted, the root included: 0..min(draft_tokens, ring_length). 0 leaves
             the slot untouched: what was pending stays so. Out of range: refused if the tensor is on the CPU; met on the
             device, the slot is left untouched and the row counted in ``errors``. So is a slot whose bookkeeping is out
-            of range, which verify has treated as padded.
+            of range, which verify has treated as padded (only its conv state moves: no other commit looks at that).
         draft_tokens: T of the verify.
         ring_length: L of the ring.
         track_slots, track_steps: as for the `flush` that follows; nothing is pending any more in a second slot that it
