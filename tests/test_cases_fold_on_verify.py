@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kda_kernels import (
     ErrorKind,
+    LaunchConfig,
     Ring,
     advance,
     advance_reference,
@@ -27,6 +29,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Guarded
 from tests.support.commits import with_layers
 from tests.support.marks import interpreter_only
+from tests.support.memory import record_accesses
 from tests.support.ops import KERNELS, RING, Verify
 from tests.support.pending import Rounds, layered
 from tests.support.sparse import vast_pool
@@ -90,6 +93,42 @@ def test_P2_a_slot_of_the_second_bank_is_outside_the_pool(
     assert_untouched(rounds, before)
     assert not rounds.ours["out"].any()
     assert rounds.errors.tolist() == [3 * (kind == ErrorKind.SLOT) for kind in ErrorKind]
+
+
+@interpreter_only
+@pytest.mark.parametrize("op", KERNELS)
+def test_O1_every_element_has_one_writer(op: Verify) -> None:
+    """Tiles of a head share no flag, and no program reads what another one writes."""
+    rounds = Rounds(replace(SMALL, H=1, HV=4, padded=(1,)), "cpu", op)
+    rounds.round([3, 0])
+    live, parity = int(rounds.slots[0]), 1
+    positional, keywords = rounds.arguments(rounds.ours, config=LaunchConfig(block_v=8))
+    with record_accesses() as accesses:
+        op(*positional, **keywords)
+    for name, tensor in (("ssm_state", rounds.ours["ssm_state"]), ("folded", rounds.pending.folded)):
+        expected = np.zeros(tuple(tensor.shape), dtype=int)
+        expected[live] = 1
+        assert np.array_equal(accesses.stored(tensor), expected), name
+    for name in RING:
+        expected = np.zeros(tuple(getattr(rounds.ring, name).shape), dtype=int)
+        expected[live + parity * SLOTS, :, : SMALL.T] = 1
+        assert np.array_equal(accesses.stored(getattr(rounds.ring, name)), expected), name
+    for name in PENDING[:3]:
+        assert not accesses.stored(getattr(rounds.pending, name)).any(), name
+    with record_accesses() as accesses:
+        rounds.flush()
+    assert not accesses.stored(rounds.ours["ssm_state"]).any(), "nothing is replayed twice"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", KERNELS)
+def test_O1_bits_do_not_depend_on_how_many_blocks_run_at_once(op: Verify, device: str) -> None:
+    """More programs than fit on a GPU at once, whose heads share records of k: a race would differ sooner or later."""
+    rounds = Rounds(Case(B=48, T=6, H=1, HV=16, K=128), device, op)
+    for number in range(30):
+        rounds.round([(number + row) % 7 for row in range(48)])
+    rounds.flush()
+    rounds.assert_same_states()
 
 
 @pytest.mark.parametrize("batch", [0, 2])
