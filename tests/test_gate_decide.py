@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip(
+    "hypothesis", reason="hypothesis is not installed: pip install hypothesis (dependency group `test`)"
+)
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -283,9 +288,7 @@ class TestOverrides:
         ("name", "value"), [("KDA_LANE", "fastest"), ("KDA_LANE", "Fused"), ("KDA_GATE", "0"), ("KDA_GATE", "auto")]
     )
     def test_a_mistyped_value_is_refused_with_those_allowed(self, packaged: Path, name: str, value: str) -> None:
-        with pytest.raises(
-            ValueError, match=f"{name} must be .*got {value.lower() if 'GATE' in name else value!r}|got"
-        ):
+        with pytest.raises(ValueError, match=f"^{name} must be .*, got '{value}': correct or unset it"):
             ask(packaged, environ={name: value})
 
     def test_empty_values_are_none(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from kda_backend import StatePool, Target
-from kda_backend.gate import OPTIONS, Table, device_name_of, load_table, pooled, write_table
+from kda_backend.gate import OPTIONS, Cell, Table, device_name_of, load_table, pooled, write_table
 from kda_backend.gate.cells import lanes_of
 from kda_backend.gate.folders import PACKAGED
 from kda_kernels import KdaShape, LaunchConfig, LayerParams
@@ -40,14 +39,16 @@ def own_table(shape: KdaShape, device: str, *given: Any) -> Table:
     return a_table(*given, shape=shape, device_name=device_name_of(where), arch=str(Target.of(where)))
 
 
-def layer_params(shape: KdaShape, device: str, lower_bound: float | None) -> LayerParams:
+def layer_params(
+    shape: KdaShape, device: str, lower_bound: float | None, dtype: torch.dtype = torch.bfloat16
+) -> LayerParams:
     generator = torch.Generator().manual_seed(5)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
     return LayerParams(
-        normal(shape.conv_dim, 4).bfloat16(), normal(shape.conv_dim).bfloat16(), normal(shape.num_v_heads),
+        normal(shape.conv_dim, 4).to(dtype), normal(shape.conv_dim).to(dtype), normal(shape.num_v_heads),
         normal(shape.num_v_heads * shape.head_k_dim), lower_bound=lower_bound,
     )  # fmt: skip
 
@@ -295,41 +296,42 @@ class TestPool:
         assert_same_bits(captured.ssm_state, states, "ssm_state")
 
 
-def packaged_configurations() -> list[Any]:
-    """Every distinct kernel that the packaged tables name for this GPU's architecture: D1."""
-    found = {}
+def packaged_cells() -> dict[str, tuple[Table, list[Cell]]]:
+    """A test's name (file, form, mode, T) -> the table and its cells."""
+    found: dict[str, tuple[Table, list[Cell]]] = {}
     for path in sorted(Path(PACKAGED).glob("*.json")):
         table = load_table(path)
         for cell in table.cells:
-            for lane, figures in cell.lanes.items():
-                key, (heads, v_heads, *dims) = cell.key, dataclasses.astuple(table.shape)
-                shape = KdaShape(1, v_heads // heads, *dims)
-                what = (shape, key.form, key.mode, lane, key.draft_tokens, figures.config, table.arch)
-                found[what] = None
-    return list(found)
+            name = f"{path.name.removesuffix('.json')}-{cell.key.form}-{cell.key.mode}-T{cell.key.draft_tokens}"
+            found.setdefault(name, (table, []))[1].append(cell)
+    return found
 
 
 @pytest.mark.gpu
-def test_D1_every_configuration_of_the_packaged_tables_gives_the_reference_s_bits(device: str) -> None:
-    """Each lane of each table with each of its launch configurations, against the portable kernels' unfused lane."""
-    wanted = [one for one in packaged_configurations() if one[-1] == str(Target.of(torch.device(device)))]
-    for shape, form, mode, lane, tokens, config, _ in wanted:
-        results = []
-        for one_lane, one_config in ((lane, config), (lanes_of(mode)[0], LaunchConfig())):
-            pool = StatePool(
-                shape, num_layers=1, num_slots=3, max_batch=3, draft_tokens=tokens, mode=mode, device=device
-            )
-            generator = torch.Generator().manual_seed(tokens)
-            for tensor in (pool.conv_state, pool.ssm_state):
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
-            widths = (shape.conv_dim, shape.num_v_heads * shape.head_k_dim, shape.num_v_heads)
-            inputs = [torch.randn(3 * tokens, w, generator=generator).to(device, torch.bfloat16) for w in widths]
-            pool.begin(torch.tensor([2, 0, 1], device=device), tokens)
-            out = pool.verify(
-                0, *inputs, layer_params(shape, device, -5.0), lane=one_lane, config=one_config, form=form
-            )
-            pool.commit(torch.tensor([tokens, 1, max(1, tokens - 1)], device=device))
-            results.append((out, pool.ssm_state, pool.conv_state))
-        name = f"{lane}, {form}, T={tokens}, {'default' if config is None else config_id(config)}"
-        for ours, expected in zip(*results, strict=True):
-            assert_same_bits(ours, expected, name)
+@pytest.mark.parametrize("name", packaged_cells())
+def test_D1_every_lane_with_the_configurations_of_the_packaged_tables(name: str, device: str) -> None:
+    """Each lane with each of its configurations against the portable unfused lane, bit for bit."""
+    table, cells = packaged_cells()[name]
+    if table.arch != str(Target.of(torch.device(device))):
+        pytest.skip(f"a table for {table.arch}, which other GPUs run")
+    shape, form, mode, T = table.shape, cells[0].key.form, cells[0].key.mode, cells[0].key.draft_tokens
+    dtype: torch.dtype = getattr(torch, table.dtype)
+    params = layer_params(shape, device, -5.0, dtype)
+    arms = [(lane, figures.config) for cell in cells for lane, figures in cell.lanes.items() if figures.why is None]
+    expected: list[torch.Tensor] = []
+    for lane, config in dict.fromkeys([(lanes_of(mode)[0], LaunchConfig()), *arms]):
+        pool = StatePool(
+            shape, num_layers=1, num_slots=3, max_batch=3, draft_tokens=T, mode=mode, dtype=dtype, device=device
+        )
+        generator = torch.Generator().manual_seed(T)
+        for tensor in (pool.conv_state, pool.ssm_state):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+        widths = (shape.conv_dim, shape.num_v_heads * shape.head_k_dim, shape.num_v_heads)
+        inputs = [torch.randn(3 * T, width, generator=generator).to(device, dtype) for width in widths]
+        pool.begin(torch.tensor([2, 0, 1], device=device), T)
+        out = pool.verify(0, *inputs, params, lane=lane, config=config, form=form)
+        pool.commit(torch.tensor([T, 1, max(1, T - 1)], device=device))
+        outcome = [out, pool.ssm_state, pool.conv_state]
+        expected = expected or outcome
+        for ours, wanted in zip(outcome, expected, strict=True):
+            assert_same_bits(ours, wanted, f"{lane}, {'default' if config is None else config_id(config)}")

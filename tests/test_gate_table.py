@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip(
+    "hypothesis", reason="hypothesis is not installed: pip install hypothesis (dependency group `test`)"
+)
+
 from hypothesis import given
 from hypothesis import strategies as st
 
