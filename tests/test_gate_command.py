@@ -144,6 +144,15 @@ class TestExplain:
         assert "torch sees no GPU here" in words(run(*asked, "--arch", "sm90", code=2))
         assert "Missing option '--batch'" in words(run("explain", "--draft-tokens", "4", code=2))
 
+    @pytest.mark.gpu
+    def test_by_default_it_is_the_gpu_here(self) -> None:
+        import torch
+
+        data = explained("--batch", "2", "--draft-tokens", "4")
+        major, minor = torch.cuda.get_device_capability()
+        assert data["question"]["device_name"] == torch.cuda.get_device_name()
+        assert data["question"]["arch"] == f"sm{major}{minor}"
+
     def test_names_are_text_and_no_markup(self) -> None:
         output = run(
             "explain", "--batch", "1", "--draft-tokens", "4", "--device-name", "[red]GPU[/red]", "--arch", "90"

@@ -175,9 +175,12 @@ class TestPool:
         assert len(asked) == 9
         assert {given["dtype"] for given in asked} == {torch.bfloat16}
 
-    @pytest.mark.parametrize(("folding", "option"), [(False, OPTIONS[0]), (True, OPTIONS[1])])
+    @pytest.mark.parametrize(
+        ("folding", "compact", "option"),
+        [(False, False, OPTIONS[0]), (True, False, OPTIONS[1]), (False, True, OPTIONS[2]), (True, True, OPTIONS[3])],
+    )
     def test_the_pool_s_option_is_passed(
-        self, folding: bool, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+        self, folding: bool, compact: bool, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
     ) -> None:
         cells = [
             a_cell(fused=one == option, option=one, batch=2, draft_tokens=STEPS, configs=(None, None))
@@ -186,6 +189,7 @@ class TestPool:
         write_table(own_table(SMALL, device, *cells), tmp_path)
         monkeypatch.setenv("KDA_GATE_TABLES", str(tmp_path))
         pool = self.pool(device, fold_on_verify=folding)
+        pool.compact_window = compact  # type: ignore[attr-defined]
         pool.begin(torch.arange(2, device=device), STEPS)
         choice = pool.lane_choice()
         assert (choice.lane, choice.source) == ("fused+ring", "user table")
