@@ -31,8 +31,11 @@ from kda_kernels.defaults import (
     PORTABLE,
     SOME_HEADS_STATE_FIRST,
 )
+from tests.support.bits import as_bits
 from tests.support.cases import Case, Problem, make_problem
 from tests.support.commits import fold_problem, verified
+from tests.support.compact import WRITTEN as COMPACT_WRITTEN
+from tests.support.compact import Compact, with_pitch
 from tests.support.pending import Rounds
 
 CASES = (
@@ -128,6 +131,35 @@ def folding_ragged(case: Case) -> Iterator[tuple[str, bool]]:
         yield "ragged pending", False
 
 
+def compact(case: Case, op: Op, record: str, config: LaunchConfig) -> Iterator[tuple[str, bool]]:
+    """A verify that notes its inputs, columns of a wider tensor, and the gather from there, beside the windows' way."""
+    problem = problem_of(case).fork()
+    problem.mixed_qkv = with_pitch(problem.mixed_qkv, 8 if config is PORTABLE else 5)
+    both = Compact(case, DEVICE, op, record, problem, config=config, indices_ready=True)
+    right = all(torch.equal(as_bits(both.ours.whole(n)), as_bits(both.plain.whole(n))) for n in COMPACT_WRITTEN)
+    spare = sorted(set(range(case.B + case.spare_slots)) - set(problem.slots.tolist()))
+    track = torch.tensor([spare[0], *[-1] * (case.B - 1)], device=DEVICE)
+    for accept in ([case.T, 1, 2], [2, case.T, 0]):
+        lengths = torch.tensor(accept[: case.B], device=DEVICE)
+        plain, ours = both.commit(lengths, track_slots=track, track_steps=torch.ones_like(track))
+        right &= torch.equal(as_bits(ours.whole("conv_state")), as_bits(plain.whole("conv_state")))
+    yield f"{op.__name__} {record} compact {config}", right
+
+
+def compact_ragged(case: Case) -> Iterator[tuple[str, bool]]:
+    """A ragged verify that notes its inputs, and a gather whose ranges end past them."""
+    starts = torch.arange(case.B + 1, dtype=torch.int32, device=DEVICE) * (case.T - 1)
+    both = Compact(case, DEVICE, verify_unfused, "ring", problem_of(case), starts=starts)
+    lengths = torch.full((case.B,), case.T - 1, device=DEVICE)
+    plain, ours = both.commit(lengths)
+    yield "ragged compact", torch.equal(as_bits(ours.whole("conv_state")), as_bits(plain.whole("conv_state")))
+    _, past = both.commit(lengths, starts=starts + case.B * case.T)
+    yield (
+        "ragged compact, past the batch",
+        torch.equal(as_bits(past.whole("conv_state")), as_bits(both.ours.whole("conv_state"))),
+    )
+
+
 def checks() -> tuple[list[functools.partial[Any]], list[functools.partial[Any]]]:
     """Every check: those that compile the portable kernels, and then those that compare with them."""
     lanes = [(op, form) for op in (verify_fused, verify_unfused) for form in ("recurrent", "chunked")]
@@ -140,6 +172,13 @@ def checks() -> tuple[list[functools.partial[Any]], list[functools.partial[Any]]
         then += [functools.partial(batches, case), functools.partial(commits, case)]
         then += [functools.partial(folding, case, *lane, config) for config in FOLDING for lane in lanes]
         then.append(functools.partial(folding_ragged, case))
+        then += [
+            functools.partial(compact, case, op, record, config)
+            for config in (PORTABLE, FEW_HEADS, MANY_HEADS_LONG_DRAFT)
+            for op in (verify_fused, verify_unfused)
+            for record in ("ring", "snapshots")
+        ]
+        then.append(functools.partial(compact_ragged, case))
     return first, then
 
 

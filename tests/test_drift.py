@@ -82,12 +82,13 @@ def test_a_thousand_rounds_do_not_drift(lane: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "fold_on_verify"), [*((mode, False) for mode in MODES), ("ring", True)])
+@pytest.mark.parametrize("compact_window", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_long_life(mode: str, fold_on_verify: bool, seed: int) -> None:
+def test_a_long_life(mode: str, fold_on_verify: bool, seed: int, compact_window: bool) -> None:
     """As `test_lifecycle`, with hundreds of steps and without hypothesis, which a GPU machine may lack."""
     life = Lifecycle(
         mode, shape=KdaShape(2, 4, 128, 128), layers=3, slots=12, batch=6, draft_tokens=4, device="cuda", seed=seed,
-        fold_on_verify=fold_on_verify,
+        fold_on_verify=fold_on_verify, compact_window=compact_window,
     )  # fmt: skip
     choices = Seeded(seed)
     names = [life.step(choices) for _ in range(400)]

@@ -36,7 +36,7 @@ ROUNDS = [
 class Engine:
     """A pool and the static buffers of a round, always the same at first."""
 
-    def __init__(self, lane: str | None, form: str, folding: bool = False) -> None:
+    def __init__(self, lane: str | None, form: str, folding: bool = False, compact: bool = False) -> None:
         self.lane, self.form = lane, form
         generator = torch.Generator().manual_seed(11)
 
@@ -54,6 +54,7 @@ class Engine:
         self.pool = StatePool(
             SHAPE, num_layers=LAYERS, num_slots=SLOTS, max_batch=BATCH, draft_tokens=STEPS,
             mode="ring" if lane is None else lane_mode(lane), device=DEVICE, fold_on_verify=folding,
+            compact_window=compact,
         )  # fmt: skip
         self.pool.conv_state.copy_(normal(*self.pool.conv_state.shape))
         self.pool.ssm_state.copy_(normal(*self.pool.ssm_state.shape, dtype=fp32))
@@ -89,7 +90,8 @@ class Engine:
         """Everything that a round may write."""
         pool = self.pool
         groups = {**vars(pool.state), **vars(pool.record), **({} if pool.pending is None else vars(pool.pending))}
-        return groups | {"errors": pool.errors}
+        del groups["kept_inputs"]  # addresses
+        return {name: tensor for name, tensor in groups.items() if tensor is not None} | {"errors": pool.errors}
 
     def warm_up(self) -> None:
         """Compile, and have the calls known; then everything is as it was."""
@@ -191,6 +193,40 @@ def test_rounds_that_fold_on_verify_have_the_bits_of_eager_ones_and_of_a_plain_p
     assert graphed.pool.error_summary() is None
 
 
+@pytest.mark.parametrize(("lane", "form", "folding"), EVERY)
+@pytest.mark.parametrize("launches", ["ordinary", "known"])
+def test_rounds_with_compact_windows_have_the_bits_of_a_plain_pool(
+    lane: str | None, form: str, folding: bool, launches: str
+) -> None:
+    """Outputs, states and counts after every round. Each mixed_qkv is the graph's own, held by the pool alone."""
+    graphed, plain = Engine(lane, form, folding, compact=True), Engine(lane, form, folding)
+    for engine in (graphed, plain):
+        engine.warm_up()
+    if launches == "ordinary":
+        _replay.forget()
+    pool, scratch = graphed.pool, [torch.zeros_like(graphed.inputs[0][0]) for _ in "12"]
+    outs: list[torch.Tensor] = []
+    verifying, committing = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(verifying), no_sync():
+        pool.begin(graphed.slots, STEPS)
+        for i, (mixed_qkv, a, b) in enumerate(graphed.inputs):
+            outs.append(pool.verify(i, mixed_qkv.clone(), a, b, graphed.params[i], lane=lane, form=form))
+            scratch[i].copy_(mixed_qkv * 0 - 7)  # takes the memory of what nobody holds
+    with torch.cuda.graph(committing, pool=verifying.pool()), no_sync():
+        pool.commit(graphed.accept_lens)
+    for number, (slots, accept_lens) in enumerate(ROUNDS):
+        for engine in (graphed, plain):
+            engine.load(number, slots, accept_lens)
+        verifying.replay()
+        committing.replay()
+        for layer, (out, wanted) in enumerate(zip(outs, plain.round(), strict=True)):
+            assert_same_bits(out, wanted, f"output of layer {layer} in round {number}")
+        expected = plain.tensors()
+        for name, tensor in graphed.tensors().items():
+            assert_same_bits(tensor, expected[name], f"{name} in round {number}")
+    assert pool.error_summary() is None
+
+
 @pytest.mark.parametrize(("lane", "form"), FOLDING)
 def test_bookkeeping_that_cannot_be_is_met_by_a_replay_as_padding(lane: str | None, form: str) -> None:
     engine = Engine(lane, form, folding=True)
@@ -216,9 +252,12 @@ def test_bookkeeping_that_cannot_be_is_met_by_a_replay_as_padding(lane: str | No
     assert engine.pool.errors[ErrorKind.ACCEPT] == 4  # two rows, by verify and by commit
 
 
+@pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize(("lane", "form", "folding"), EVERY)
-def test_faults_that_a_replay_meets_are_counted_and_touch_nothing(lane: str | None, form: str, folding: bool) -> None:
-    engine = Engine(lane, form, folding)
+def test_faults_that_a_replay_meets_are_counted_and_touch_nothing(
+    lane: str | None, form: str, folding: bool, compact: bool
+) -> None:
+    engine = Engine(lane, form, folding, compact)
     engine.warm_up()
     replay, outs = captured(engine)
     before = {name: tensor.clone() for name, tensor in engine.tensors().items()}
@@ -233,12 +272,13 @@ def test_faults_that_a_replay_meets_are_counted_and_touch_nothing(lane: str | No
     assert "slot: 4" in engine.pool.error_summary()
 
 
+@pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize(("lane", "form", "folding"), EVERY)
 @pytest.mark.parametrize("launches", ["ordinary", "known"])
 def test_a_round_waits_for_nothing_and_allocates_the_outputs_only(
-    lane: str | None, form: str, folding: bool, launches: str
+    lane: str | None, form: str, folding: bool, launches: str, compact: bool
 ) -> None:
-    engine = Engine(lane, form, folding)
+    engine = Engine(lane, form, folding, compact)
     engine.warm_up()
     kept = []
     for given, wanted in ((False, LAYERS), (True, 0)):

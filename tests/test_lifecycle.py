@@ -22,7 +22,11 @@ from tests.support.marks import interpreter_only
 
 STEPS = 30
 EXAMPLES = 3
-OPTIONS = [*((mode, False) for mode in MODES), ("ring", True)]
+OPTIONS = [
+    *((mode, False, compact) for mode in MODES for compact in (False, True)),
+    *(("ring", True, compact) for compact in (False, True)),
+]
+"""Mode, fold on verify, compact windows."""
 
 
 class Drawn:
@@ -44,13 +48,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     mode: str
     fold_on_verify: bool
+    compact_window: bool
     lives: list[Lifecycle]
 
     def __init__(self) -> None:
         super().__init__()
         self.life = Lifecycle(
             self.mode, shape=KdaShape(1, 1, 64, 64), layers=1, slots=5, batch=3, draft_tokens=3, device="cpu",
-            fold_on_verify=self.fold_on_verify,
+            fold_on_verify=self.fold_on_verify, compact_window=self.compact_window,
         )  # fmt: skip
         for _ in range(2):
             self.life.arrive(Seeded(0))
@@ -62,10 +67,11 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 @interpreter_only
-@pytest.mark.parametrize(("mode", "fold_on_verify"), OPTIONS)
-def test_every_request_is_its_own_history(mode: str, fold_on_verify: bool) -> None:
+@pytest.mark.parametrize(("mode", "fold_on_verify", "compact_window"), OPTIONS)
+def test_every_request_is_its_own_history(mode: str, fold_on_verify: bool, compact_window: bool) -> None:
     # A failing run is reported as it was: shrinking it takes minutes of interpreted kernels.
-    machine = type("Machine", (PoolMachine,), {"mode": mode, "fold_on_verify": fold_on_verify, "lives": []})
+    options = {"mode": mode, "fold_on_verify": fold_on_verify, "compact_window": compact_window}
+    machine = type("Machine", (PoolMachine,), {**options, "lives": []})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -45,7 +45,7 @@ class Lifecycle:
 
     def __init__(
         self, mode: str, *, shape: KdaShape, layers: int, slots: int, batch: int, draft_tokens: int, device: str,
-        seed: int = 0, fold_on_verify: bool = False,
+        seed: int = 0, fold_on_verify: bool = False, compact_window: bool = False,
     ) -> None:  # fmt: skip
         self.shape, self.layers, self.batch, self.draft_tokens, self.device = shape, layers, batch, draft_tokens, device
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -53,7 +53,7 @@ class Lifecycle:
         common: dict[str, Any] = {"num_layers": layers, "device": device}
         self.pool = StatePool(
             shape, num_slots=slots, max_batch=batch, draft_tokens=draft_tokens, mode=mode,
-            fold_on_verify=fold_on_verify, **common,
+            fold_on_verify=fold_on_verify, compact_window=compact_window, **common,
         )  # fmt: skip
         self.history = StatePool(shape, num_slots=1, max_batch=1, draft_tokens=1, mode="ring", **common)
         self.params = [self._params() for _ in range(layers)]
@@ -214,7 +214,10 @@ class Lifecycle:
         outputs = []
         for layer, given in enumerate(inputs):
             lane = choose.pick(self.lanes)
-            outputs.append(self.pool.verify(layer, *given, self.params[layer], lane=lane, form=form))
+            # Nobody but the pool holds what it is given until commit.
+            outputs.append(
+                self.pool.verify(layer, *(x.clone() for x in given), self.params[layer], lane=lane, form=form)
+            )
         return inputs, outputs
 
     def _decode(

@@ -53,7 +53,7 @@ def sizes(draw: st.DrawFn, largest: int = 4) -> dict[str, Any]:
         }  # fmt: skip
     return {
         "shape": draw(shapes), "mode": mode, "draft_tokens": drafts, **ring,
-        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])), "compact_window": draw(st.booleans()),
         **{name: draw(st.integers(1, largest)) for name in ("num_layers", "num_slots", "max_batch")},
     }  # fmt: skip
 
@@ -68,7 +68,9 @@ def test_a_plan_is_what_the_pool_takes(given_sizes: dict[str, Any]) -> None:
     assert pool.scratch_bytes == plan.scratch_bytes
     per_slot = sum(t[:, 0].nbytes for t in (pool.conv_state, pool.ssm_state))
     assert plan.state_bytes_per_slot == per_slot
-    assert plan.window_bytes_per_row == pool.conv_window[:, 0].nbytes
+    assert plan.window_bytes_per_row == (0 if pool.conv_window is None else pool.conv_window[:, 0].nbytes)
+    assert plan.kept_input_bytes == (0 if pool.state.kept_inputs is None else pool.state.kept_inputs.nbytes)
+    assert (pool.conv_window is None) == pool.compact_window == given_sizes["compact_window"]
     if pool.ring is not None:
         assert plan.ring_bytes_per_slot == pool.ring.num_bytes // pool.num_slots
     if pool.pending is not None:
@@ -77,12 +79,15 @@ def test_a_plan_is_what_the_pool_takes(given_sizes: dict[str, Any]) -> None:
         assert plan.snapshot_bytes_per_row == pool.snapshots.states[:, 0].nbytes
 
 
+@pytest.mark.parametrize("compact_window", [False, True])
 @pytest.mark.parametrize(("mode", "fold_on_verify"), [("ring", False), ("ring", True), ("snapshots", False)])
 @pytest.mark.parametrize("shape", [KdaShape(1, 1, 64, 64), KdaShape(2, 6, 128, 64), KdaShape(3, 3, 64, 128)], ids=str)
-def test_a_plan_counts_every_byte_that_is_allocated(shape: KdaShape, mode: str, fold_on_verify: bool) -> None:
+def test_a_plan_counts_every_byte_that_is_allocated(
+    shape: KdaShape, mode: str, fold_on_verify: bool, compact_window: bool
+) -> None:
     chosen: dict[str, Any] = {
         "num_layers": 2, "num_slots": 5, "max_batch": 3, "draft_tokens": 4, "mode": mode,
-        "fold_on_verify": fold_on_verify,
+        "fold_on_verify": fold_on_verify, "compact_window": compact_window,
     }  # fmt: skip
     pool = StatePool(shape, **chosen)
     assert pool.num_bytes == held_bytes(pool) == memory_plan(shape, dtype=torch.bfloat16, **chosen).total_bytes

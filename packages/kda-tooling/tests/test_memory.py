@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kda_backend import StatePool, memory_plan
 from kda_kernels import KdaShape
 from kda_tooling.cli import app
-from kda_tooling.commands.memory import DEFAULTS, FOLDING, parse_bytes, readable
+from kda_tooling.commands.memory import COMPACT, DEFAULTS, FOLDING, parse_bytes, readable
 
 runner = CliRunner()
 
@@ -61,14 +61,17 @@ def test_figures_are_those_of_the_pool_that_fits() -> None:
     report = figures(
         "--budget", str(budget), "--heads", "2", "--hv-heads", "4", "--head-k-dim", "64", "--head-v-dim", "128",
         "--layers", "3", "--draft-tokens", "5", "--ring-length", "6", "--spare-slots", "7", "--dtype", "float16",
-        "--fold-on-verify",
+        "--fold-on-verify", "--compact-window",
     )  # fmt: skip
+    assert len(report["modes"]) == 6
     assert report["shape"] == vars(shape)
     assert not report["default_shape"]
     for mode, found in report["modes"].items():
         requests = found["requests"]
         assert requests > 1
+        compact, mode = mode.endswith(COMPACT), mode.removesuffix(COMPACT)
         sizes: dict[str, Any] = {"num_layers": 3, "mode": mode, "dtype": torch.float16, "draft_tokens": 5}
+        sizes["compact_window"] = compact
         if mode != "snapshots":
             sizes |= {"mode": "ring", "ring_length": 6, "fold_on_verify": mode == FOLDING}
         pool = StatePool(shape, **sizes, num_slots=requests + 7, max_batch=requests, device="meta")

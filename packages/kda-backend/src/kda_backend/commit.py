@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from kda_kernels import (
     flush_reference,
     fold_reason,
     fold_reference,
+    gather_conv_reference,
     scatter_conv_reference,
     scatter_reason,
     scatter_snapshots_reference,
 )
 from kda_kernels.checking import refuse
 from kda_kernels.commit import prepare_fold, prepare_scatter
+from kda_kernels.gather import prepare_gather
+from kda_kernels.gather_checks import gather_inputs_reason
 from kda_kernels.pending import prepare_advance, prepare_flush
 
 _WINDOWS = ("conv_state", "conv_window")
@@ -48,6 +52,7 @@ def commit_layers(
     reference: bool = False,
     on_launch: Callable[[], None] = lambda: None,
     pending: PendingFold | None = None,
+    mixed_qkv: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Advance every layer's recurrent and conv state by each request's accepted prefix: two launches.
 
@@ -64,6 +69,8 @@ def commit_layers(
         reference: plain torch instead of kernels.
         on_launch: called once everything was checked, before the first launch.
         pending: what verify was given; ``record`` is then its two-bank ring.
+        mixed_qkv: of each layer, what verify was given, where ``state`` has kept inputs and no windows; held by the
+            caller until this returns. Only the reference looks into it.
 
     Raises:
         ValueError: an argument is refused; nothing was written.
@@ -76,7 +83,8 @@ def commit_layers(
         common["starts"] = starts
     if last_steps is not None:
         common |= {"accept_lens": None, "last_steps": last_steps}
-    windows, states = (state.conv_state, state.windows), state.ssm_state
+    states = state.ssm_state
+    conv = _conv_commit(state, mixed_qkv, common, uncounted, reference)
     if pending is not None:
         if not isinstance(record, Ring):
             raise TypeError(f"record must be a Ring where pending is given, got {type(record).__name__}")
@@ -86,22 +94,18 @@ def commit_layers(
         }  # fmt: skip
         if reference:
             refuse(
-                scatter_reason(*windows, names=_WINDOWS, **common, needs_kernels=False)
-                or advance_reason(pending, **advancing, needs_kernels=False)
+                advance_reason(pending, **advancing, needs_kernels=False)
                 or flush_reason(states, record, pending, **flushing, needs_kernels=False)
             )
             on_launch()
-            scatter_conv_reference(*windows, errors=uncounted, **common)
+            conv()
             if track_slots is not None and starts is not None:
                 flush_reference(states, record, pending, shape=shape, slots=slots, errors=uncounted)
             advance_reference(pending, **advancing)
             if track_slots is not None:
                 flush_reference(states, record, pending, errors=uncounted, **flushing)
             return
-        launches = [
-            prepare_scatter(*windows, names=_WINDOWS, errors=uncounted, **common),
-            prepare_advance(pending, **advancing),
-        ]
+        launches = [conv, prepare_advance(pending, **advancing)]
         if track_slots is not None:
             launches.append(prepare_flush(states, record, pending, errors=uncounted, **flushing))
             if starts is not None:
@@ -110,28 +114,53 @@ def commit_layers(
         for launch in launches:
             launch()
         return
-    # Windows first: that copy can be repeated if the second launch never happens, a fold cannot.
+    # Conv states first. Windows can be copied again if the second launch never happens, a fold cannot be repeated.
     if reference:
-        reason = scatter_reason(*windows, names=_WINDOWS, **common, needs_kernels=False)
         if isinstance(record, Ring):
-            reason = reason or fold_reason(states, record, shape=shape, **common, errors=errors, needs_kernels=False)
+            reason = fold_reason(states, record, shape=shape, **common, errors=errors, needs_kernels=False)
         else:
-            reason = reason or scatter_reason(
+            reason = scatter_reason(
                 states, record.states, names=_SNAPSHOTS, **common, errors=errors, needs_kernels=False
             )
         refuse(reason)
         on_launch()
-        scatter_conv_reference(*windows, errors=uncounted, **common)
+        conv()
         if isinstance(record, Ring):
             fold_reference(states, record, shape=shape, errors=errors, **common)
         else:
             scatter_snapshots_reference(states, record, errors=errors, **common)
         return
-    launch_windows = prepare_scatter(*windows, names=_WINDOWS, errors=uncounted, **common)
     if isinstance(record, Ring):
         launch_states = prepare_fold(states, record, shape=shape, errors=errors, **common)
     else:
         launch_states = prepare_scatter(states, record.states, names=_SNAPSHOTS, errors=errors, **common)
     on_launch()
-    launch_windows()
+    conv()
     launch_states()
+
+
+def _conv_commit(
+    state: LayerState,
+    mixed_qkv: Sequence[torch.Tensor] | None,
+    common: dict[str, Any],
+    uncounted: torch.Tensor | None,
+    reference: bool,
+) -> Callable[[], None]:
+    """What commits the conv states, from windows or kept inputs; its arguments are accepted."""
+    if state.kept_inputs is None:
+        windows = state.conv_state, state.windows
+        if not reference:
+            return prepare_scatter(*windows, names=_WINDOWS, errors=uncounted, **common)
+        refuse(scatter_reason(*windows, names=_WINDOWS, **common, needs_kernels=False))
+        return partial(scatter_conv_reference, *windows, errors=uncounted, **common)
+    if "last_steps" in common:
+        raise ValueError(
+            "last_steps must be None where the state has kept inputs and no conv windows: a tree's windows follow its "
+            "paths; commit chains, by accept_lens"
+        )
+    if not reference:
+        return prepare_gather(state.conv_state, state.kept_inputs, errors=uncounted, **common)
+    if mixed_qkv is None:
+        raise TypeError("mixed_qkv must be given to the reference where the state has kept inputs and no conv windows")
+    refuse(gather_inputs_reason(state.conv_state, mixed_qkv, **common, errors=uncounted))
+    return partial(gather_conv_reference, state.conv_state, mixed_qkv, errors=uncounted, **common)

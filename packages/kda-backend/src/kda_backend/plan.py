@@ -9,7 +9,7 @@ import torch
 from kda_backend.lanes import MODES
 from kda_backend.slots import check_int
 from kda_kernels import ErrorKind, KdaShape
-from kda_kernels.buffers import FOLDED_ROWS
+from kda_kernels.buffers import FOLDED_ROWS, KEPT_INPUTS
 from kda_kernels.pending_checks import BANKS
 
 ERROR_COUNTERS = 2
@@ -26,7 +26,7 @@ class MemoryPlan:
     Args:
         shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens: as `kda_backend.StatePool`.
         ring_length: L, records per slot; 0 in snapshot mode.
-        fold_on_verify: as `kda_backend.StatePool`.
+        fold_on_verify, compact_window: as `kda_backend.StatePool`.
     """
 
     shape: KdaShape
@@ -38,6 +38,7 @@ class MemoryPlan:
     draft_tokens: int
     ring_length: int
     fold_on_verify: bool = False
+    compact_window: bool = False
 
     @property
     def state_bytes_per_slot(self) -> int:
@@ -72,7 +73,9 @@ class MemoryPlan:
 
     @property
     def window_bytes_per_row(self) -> int:
-        """Conv windows of one batch row, all layers."""
+        """Conv windows of one batch row, all layers; 0 with compact windows."""
+        if self.compact_window:
+            return 0
         return self.num_layers * self.draft_tokens * self.shape.window_bytes_per_token(self.dtype)
 
     @property
@@ -97,6 +100,11 @@ class MemoryPlan:
         return self.num_slots * per_slot + self.max_batch * self.snapshot_bytes_per_row
 
     @property
+    def kept_input_bytes(self) -> int:
+        """With compact windows, where each layer's inputs lie; 0 without."""
+        return self.num_layers * KEPT_INPUTS * torch.int64.itemsize if self.compact_window else 0
+
+    @property
     def error_bytes(self) -> int:
         """The error counters."""
         return ERROR_COUNTERS * len(ErrorKind) * torch.int32.itemsize
@@ -104,7 +112,8 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All tensors of the pool."""
-        return self.num_slots * self.bytes_per_slot + self.max_batch * self.bytes_per_row + self.error_bytes
+        per_request = self.num_slots * self.bytes_per_slot + self.max_batch * self.bytes_per_row
+        return per_request + self.error_bytes + self.kept_input_bytes
 
     def max_requests(self, budget_bytes: int, *, spare_slots: int = 0) -> int:
         """Most requests that verify together in a pool of at most ``budget_bytes``, each with a slot and a row.
@@ -121,7 +130,7 @@ class MemoryPlan:
         """
         check_int("budget_bytes", budget_bytes, 1)
         check_int("spare_slots", spare_slots, 0)
-        left = budget_bytes - self.error_bytes - spare_slots * self.bytes_per_slot
+        left = budget_bytes - self.error_bytes - self.kept_input_bytes - spare_slots * self.bytes_per_slot
         return max(0, left // self.bytes_per_request)
 
 
@@ -135,11 +144,13 @@ def memory_plan(
     draft_tokens: int,
     ring_length: int | None = None,
     fold_on_verify: bool = False,
+    compact_window: bool = False,
 ) -> MemoryPlan:
     """The bytes of a pool of these sizes. Allocates nothing; arguments and errors as `kda_backend.StatePool`.
 
     Raises:
-        TypeError: ``shape`` is not a KdaShape, a size not an int, or ``fold_on_verify`` not a bool.
+        TypeError: ``shape`` is not a KdaShape, a size not an int, or ``fold_on_verify`` or ``compact_window`` not a
+            bool.
         ValueError: a size is below 1, the mode or dtype is unknown, the ring is shorter than the drafts, or
             ``fold_on_verify`` is asked for without one.
     """
@@ -161,9 +172,12 @@ def memory_plan(
                 f"ring_length must be at least draft_tokens={draft_tokens}, got {ring_length}: "
                 "records past the ring are dropped and their tokens could not be committed"
             )
-    if not isinstance(fold_on_verify, bool):
-        raise TypeError(f"fold_on_verify must be True or False, got {type(fold_on_verify).__name__}")
+    for name, option in (("fold_on_verify", fold_on_verify), ("compact_window", compact_window)):
+        if not isinstance(option, bool):
+            raise TypeError(f"{name} must be True or False, got {type(option).__name__}")
     if fold_on_verify and mode != "ring":
         raise ValueError(f"fold_on_verify goes with mode='ring', whose records it replays; got mode={mode!r}")
     length = (draft_tokens if ring_length is None else ring_length) if mode == "ring" else 0
-    return MemoryPlan(shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, length, fold_on_verify)
+    return MemoryPlan(
+        shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, length, fold_on_verify, compact_window
+    )

@@ -15,6 +15,7 @@ from kda_backend.rounds import Round
 from kda_backend.slots import check_int
 from kda_backend.storage import SlotStorage
 from kda_kernels import LaunchConfig, LayerParams, verify_fused, verify_reference, verify_unfused
+from kda_kernels.checking import refuse
 
 __all__ = ["LANES", "MODES", "REFERENCE_LANE", "StatePool", "lane_mode"]
 
@@ -54,9 +55,12 @@ class StatePool(SlotStorage):
         fold_on_verify: with mode "ring": `commit` writes down how many drafts were accepted, and the next round's
             `verify` replays them while it has the state in hands. A round then reads and writes the state once, for a
             second ring (the plan has its bytes). Same bits; only what else reads `ssm_state` must call `flush` before.
+        compact_window: `verify` writes no conv windows; `commit` takes the new conv states from the old ones and each
+            layer's mixed_qkv, which the pool holds from verify to commit and nobody may write to until then. Same bits,
+            for chains and ragged batches. An engine that reuses one buffer for all layers cannot have it.
 
     Raises:
-        TypeError: a size is not an int, or ``fold_on_verify`` not a bool.
+        TypeError: a size is not an int, or ``fold_on_verify`` or ``compact_window`` not a bool.
         ValueError: a size is below 1, the mode is unknown, the ring is shorter than the drafts, or ``fold_on_verify``
             goes with no ring.
     """
@@ -82,7 +86,7 @@ class StatePool(SlotStorage):
         Raises:
             TypeError: ``slots`` is not a tensor, or ``draft_tokens`` not an int.
             ValueError: the batch or the drafts are larger than the pool's, ``slots`` is not an index vector, or trees
-                were given to a pool of rings.
+                were given to a pool of rings or with compact windows.
 
         An open round is dropped; nothing of it was committed.
         """
@@ -99,6 +103,11 @@ class StatePool(SlotStorage):
         if parents is not None and self.mode == "ring":
             raise ValueError(
                 "parents must be None in a pool of mode 'ring': a ring replays a chain; use mode 'snapshots'"
+            )
+        if parents is not None and self.compact_window:
+            raise ValueError(
+                "parents must be None in a pool with compact_window: a tree's conv windows follow its paths, commit "
+                "takes columns of a chain; use compact_window=False"
             )
         self._round = Round(slots, draft_tokens, starts, parents)
 
@@ -125,7 +134,8 @@ class StatePool(SlotStorage):
         Args:
             layer: 0..num_layers-1.
             mixed_qkv: [B*T, D]; a: [B*T, HV*K]; b: [B*T, HV]; as `kda_kernels.verify_fused`. Of a ragged batch,
-                [N, ..] with at most max_batch * draft_tokens rows.
+                [N, ..] with at most max_batch * draft_tokens rows. With compact windows mixed_qkv is held until the
+                round is over and must not change; neither it nor ``out`` may share memory with another layer's.
             params: the layer's parameters.
             lane: one of `LANES` that fits the pool's mode, or "reference" (plain torch); None takes `lane_choice`.
             config: launch configuration; None takes that of `lane_choice` if that named the lane, or else the kernels'
@@ -140,7 +150,8 @@ class StatePool(SlotStorage):
 
         Raises:
             RuntimeError: no round was begun.
-            ValueError: the lane does not fit the pool's mode, or the kernels refuse an argument.
+            ValueError: the lane does not fit the pool's mode, the kernels refuse an argument, or one lies where a kept
+                input does.
         """
         current = self._current_round()
         check_int("layer", layer, 0, self.num_layers - 1)
@@ -149,6 +160,8 @@ class StatePool(SlotStorage):
             lane, config = choice.lane, config or choice.launch
         if lane not in (lanes := _ALLOWED[self.mode]):
             raise ValueError(f"lane must be one of {lanes} in a pool of mode {self.mode!r}, got {lane!r}")
+        if self.compact_window:
+            refuse(current.kept.reason(layer, "mixed_qkv", mixed_qkv) or current.kept.reason(layer, "out", out))
         state, record, pending = self._layers[layer]
         batch = {} if current.starts is None and current.parents is None else {
             "starts": current.starts, "parents": current.parents,
@@ -162,6 +175,8 @@ class StatePool(SlotStorage):
             out=out, workspace=self._workspace_for(mixed_qkv) if lane in _UNFUSED else None, form=form,
             indices_ready=indices_ready, **batch, **folding,
         )  # fmt: skip
+        if self.compact_window:
+            current.kept.keep(layer, mixed_qkv)
         current.verified.add(layer)
         current.reference |= lane == REFERENCE_LANE
         return result
@@ -195,7 +210,7 @@ class StatePool(SlotStorage):
         """The dispatch gate with everything filled in that is the pool's."""
         return PoolGate(
             self.shape, self.mode, self.dtype, self.device,
-            option_name(fold_on_verify=self.pending is not None, compact_window=getattr(self, "compact_window", False)),
+            option_name(fold_on_verify=self.pending is not None, compact_window=self.compact_window),
         )  # fmt: skip
 
     def commit(
@@ -244,6 +259,7 @@ class StatePool(SlotStorage):
             draft_tokens=current.draft_tokens, last_steps=last_steps, starts=current.starts, track_slots=track_slots,
             track_steps=track_steps, errors=self.errors, uncounted=self._uncounted, reference=current.reference,
             on_launch=self.abandon, pending=self.pending,
+            mixed_qkv=current.kept.of_layers(self.num_layers) if self.compact_window else None,
         )  # fmt: skip
 
     def _workspace_for(self, mixed_qkv: torch.Tensor) -> torch.Tensor:

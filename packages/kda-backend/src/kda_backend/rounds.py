@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kda_backend.gate import Decision
+from kda_backend.kept import KeptInputs
 
 
 class Round:
@@ -21,6 +22,7 @@ class Round:
         self.verified: set[int] = set()
         self.choices: dict[tuple[str, bool], Decision] = {}
         self.reference = False
+        self.kept = KeptInputs()
 
     def changed(self) -> str | None:
         """The name of a tensor given to `begin` that was changed in place since, or None."""

@@ -40,10 +40,12 @@ class SlotStorage:
         device: torch.device | str = "cpu",
         ring_length: int | None = None,
         fold_on_verify: bool = False,
+        compact_window: bool = False,
     ) -> None:
         self.plan = memory_plan(
-            shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, ring_length, fold_on_verify
-        )
+            shape, num_layers, mode, dtype, num_slots, max_batch, draft_tokens, ring_length, fold_on_verify,
+            compact_window,
+        )  # fmt: skip
         self.shape, self.mode, self.dtype = shape, mode, dtype
         self.num_layers, self.num_slots = num_layers, num_slots
         self.max_batch, self.draft_tokens = max_batch, draft_tokens
@@ -51,7 +53,7 @@ class SlotStorage:
         with torch.inference_mode(False):
             self.state = LayerState.allocate(
                 shape, slots=num_slots, rows=max_batch, steps=draft_tokens, dtype=dtype, device=device,
-                num_layers=num_layers,
+                num_layers=num_layers, compact_window=compact_window,
             )  # fmt: skip
             self.record: Ring | Snapshots
             if mode == "ring":
@@ -92,9 +94,14 @@ class SlotStorage:
         return self.state.ssm_state
 
     @property
-    def conv_window(self) -> torch.Tensor:
-        """[layers, max_batch, draft_tokens, 3, D], activation dtype."""
-        return self.state.windows
+    def conv_window(self) -> torch.Tensor | None:
+        """[layers, max_batch, draft_tokens, 3, D], activation dtype; None with compact windows."""
+        return self.state.conv_window
+
+    @property
+    def compact_window(self) -> bool:
+        """Whether verify writes no conv windows."""
+        return self.plan.compact_window
 
     @property
     def ring(self) -> Ring | None:

@@ -30,6 +30,9 @@ DEFAULTS = {"heads": 32, "layers": 20, "head_dim": 128, "draft_tokens": 4}
 FOLDING = "ring_fold_on_verify"
 """The report's name for a pool of rings that folds on verify."""
 
+COMPACT = "_compact_window"
+"""What follows the name of a pool where verify writes no conv windows."""
+
 LARGEST = 1 << 63
 MOST = 1 << 20
 """Of any size of the model. Larger numbers are slips, and their bytes too many to be written in TiB."""
@@ -98,6 +101,12 @@ def memory(
             "--fold-on-verify", help="Also a pool of rings that folds on verify, which keeps two banks of each ring."
         ),
     ] = False,
+    compact_window: Annotated[
+        bool,
+        typer.Option(
+            "--compact-window", help="Also each of the pools with compact windows, where verify writes no conv windows."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """Print the table or JSON of `HELP`."""
@@ -123,6 +132,8 @@ def memory(
     plans = {mode: plan(mode) for mode in MODES}
     if fold_on_verify:
         plans[FOLDING] = plan("ring", folding=True)
+    if compact_window:
+        plans |= {name + COMPACT: replace(plan, compact_window=True) for name, plan in plans.items()}
     sizes = {"layers": layers, "draft_tokens": draft_tokens, "ring_length": plans["ring"].ring_length, "dtype": dtype}
     report: dict[str, Any] = {
         "budget_bytes": amount, "shape": asdict(shape), "default_shape": _is_default(shape, layers), **sizes,
@@ -153,6 +164,7 @@ def _figures(plan: MemoryPlan, budget: int, spare_slots: int) -> dict[str, int]:
         "bytes_per_row": plan.bytes_per_row,
         "snapshot_bytes_per_row": plan.snapshot_bytes_per_row, "window_bytes_per_row": plan.window_bytes_per_row,
         "workspace_bytes_per_row": plan.workspace_bytes_per_row, "error_bytes": plan.error_bytes,
+        "kept_input_bytes": plan.kept_input_bytes,
     }  # fmt: skip
 
 
@@ -186,5 +198,5 @@ def _show(report: dict[str, Any]) -> None:
         table.add_column(f"{title}\n[dim]{detail}[/dim]", justify="right")
     for mode, figures in report["modes"].items():
         cells = [str(figures[name]) if name == "requests" else readable(figures[name]) for name in COLUMNS]
-        table.add_row("ring, fold on verify" if mode == FOLDING else mode, *cells)
+        table.add_row(mode.replace(FOLDING, "ring, fold on verify").replace(COMPACT, ", compact window"), *cells)
     console.print(table)

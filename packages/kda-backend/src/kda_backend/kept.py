@@ -1,0 +1,50 @@
+"""What a pool with compact windows keeps from verify to commit: each layer's mixed_qkv, in memory of its own."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import torch
+
+from kda_kernels.overlap import byte_span
+
+
+class KeptInputs:
+    """The mixed_qkv of the layers verified so far in a round.
+
+    Holding the tensors keeps torch's allocator, a CUDA graph's private pool too, from handing their memory out again.
+    Whoever else writes there is not seen here.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._spans: list[tuple[int, int, int]] = []  # start, end, layer; in order, none overlaps another
+
+    def reason(self, layer: int, name: str, tensor: torch.Tensor | None) -> str | None:
+        """Why ``tensor``, the argument called ``name`` of a verify of ``layer``, takes what another layer needs."""
+        if not isinstance(tensor, torch.Tensor):  # None, or what verify's checks name
+            return None
+        start, end = byte_span(tensor)
+        if start == end:
+            return None
+        place = bisect_left(self._spans, (end,))  # those before it begin below `end`
+        for _, other_end, other in reversed(self._spans[max(0, place - 2) : place]):  # one of them may be this layer's
+            if other != layer and other_end > start:
+                return (
+                    f"{name} of layer {layer} must not share memory with mixed_qkv of layer {other}, which commit "
+                    "still reads in a pool with compact_window: give each layer tensors of its own until commit; an "
+                    "engine that reuses one buffer for all layers needs compact_window=False"
+                )
+        return None
+
+    def keep(self, layer: int, mixed_qkv: torch.Tensor) -> None:
+        """Hold what a verify of ``layer`` was given, in place of what an earlier one was."""
+        self._spans = [span for span in self._spans if span[2] != layer] if layer in self._tensors else self._spans
+        self._tensors[layer] = mixed_qkv
+        start, end = byte_span(mixed_qkv)
+        if end > start:
+            insort(self._spans, (start, end, layer))
+
+    def of_layers(self, num_layers: int) -> list[torch.Tensor]:
+        """The tensors of all layers, each of which was verified."""
+        return [self._tensors[layer] for layer in range(num_layers)]
