@@ -312,6 +312,22 @@ MUTANTS = (
         "programs that still replay the old records must not meet new ones",
     ),
     Mutant(
+        "flush-of-the-second-bank-as-a-slot",
+        PENDING,
+        "    slot, usable = load_slot(slots, i_n, num_slots)\n    _, bank,",
+        "    slot, usable = load_slot(slots, i_n, 2 * num_slots)\n    _, bank,",
+        "test_cases_fold_on_verify.py::test_P2_a_slot_of_the_second_bank_is_outside_the_pool[4-verify_unfused]",
+        "the ring has slots that the pool has not",
+    ),
+    Mutant(
+        "pending-folded-by-a-packed-pitch",
+        VERIFY,
+        "p_folded = folded + slot * folded_pitch +",
+        "p_folded = folded + slot * (HV * V // 8) +",
+        "test_cases_fold_on_verify.py::test_L4_odd_pitches[unfused-8]",
+        "a pool's flags may lie at any pitch",
+    ),
+    Mutant(
         "pending-banks-not-swapped",
         PENDING,
         "    tl.store(parity + slot, 1 - bank)\n",
