@@ -97,6 +97,22 @@ def test_a_round_that_folds_on_verify_reads_and_writes_the_state_once() -> None:
     assert apart.microseconds(COPY) == pytest.approx(26.8, abs=0.1)
 
 
+def test_compact_windows_are_not_written() -> None:
+    """B = 64, T = 4: 10.3 us of verify become 9.2, and the commit's three columns are read elsewhere."""
+    arguments = EIGHT_HEADS, 64, 4, torch.bfloat16, "ring"
+    plain, compact = verify_traffic(*arguments), verify_traffic(*arguments, compact_window=True)
+    assert compact.read == plain.read
+    assert plain.written - compact.written == 64 * 4 * 3 * 8 * 384 * 2 - 24
+    assert plain.microseconds(COPY) == pytest.approx(10.3, abs=0.1)
+    assert compact.microseconds(COPY) == pytest.approx(9.2, abs=0.1)
+    commits = [commit_traffic(EIGHT_HEADS, 64, 3, torch.bfloat16, "ring", compact) for compact in (False, True)]
+    assert (commits[1].read - commits[0].read, commits[1].written) == (24, commits[0].written)
+    folding = [
+        fold_on_verify_traffic(EIGHT_HEADS, 64, 4, 3, torch.bfloat16, compact_window=option) for option in (False, True)
+    ]
+    assert folding[0].total - folding[1].total == 64 * 4 * 3 * 8 * 384 * 2 - 48
+
+
 def test_traffic_adds_up() -> None:
     both = Traffic(3, 4) + Traffic(10, 20)
     assert (both.read, both.written, both.total) == (13, 24, 37)

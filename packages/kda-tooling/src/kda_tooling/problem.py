@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 
 from kda_kernels import KdaShape, LayerParams, LayerState, PendingFold, Ring, Snapshots, new_error_counts
+from kda_kernels.buffers import KEPT_INPUTS
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class FoldOnVerify:
             tensor.zero_()
 
 
+def _compact(problem: VerifyProblem | Problems) -> LayerState:
+    if problem.compact_state is None:
+        raise ValueError("the problem has no state without windows: build it with compact_window=True")
+    return problem.compact_state
+
+
 def _folding(problem: VerifyProblem | Problems) -> FoldOnVerify:
     if problem.fold_on_verify is None:
         raise ValueError("the problem has no second bank: build it with fold_on_verify=True")
@@ -76,11 +83,17 @@ class VerifyProblem(Records):
     errors: torch.Tensor
     workspace: torch.Tensor
     fold_on_verify: FoldOnVerify | None = None
+    compact_state: LayerState | None = None
 
     @property
     def folding(self) -> FoldOnVerify:
         """``fold_on_verify``; ValueError if the problem was built without it."""
         return _folding(self)
+
+    @property
+    def compact(self) -> LayerState:
+        """``state`` with kept inputs in place of windows; ValueError if the problem was built without it."""
+        return _compact(self)
 
     @property
     def batch(self) -> int:
@@ -95,11 +108,17 @@ class Problems(Records):
     layers: list[VerifyProblem]
     state: LayerState
     fold_on_verify: FoldOnVerify | None = None
+    compact_state: LayerState | None = None
 
     @property
     def folding(self) -> FoldOnVerify:
         """``fold_on_verify``; ValueError if the problems were built without it."""
         return _folding(self)
+
+    @property
+    def compact(self) -> LayerState:
+        """``state`` with kept inputs in place of windows; ValueError if the problems were built without it."""
+        return _compact(self)
 
 
 def random_params(
@@ -142,6 +161,7 @@ def random_problems(
     ring: bool = True,
     snapshots: bool = False,
     fold_on_verify: bool = False,
+    compact_window: bool = False,
     seed: int = 0,
 ) -> Problems:
     """Problems of ``layers`` layers with random inputs.
@@ -175,6 +195,10 @@ def random_problems(
             ),
             PendingFold.allocate(shape, slots=slots_total, device=device, num_layers=layers),
         )
+    compact = None
+    if compact_window:
+        kept = torch.zeros(layers, KEPT_INPUTS, dtype=torch.int64, device=device)
+        compact = LayerState(state.conv_state, state.ssm_state, None, kept)
     x = torch.empty(layers, tokens, shape.conv_dim, dtype=dtype, device=device).normal_(generator=generator)
     a = torch.empty(layers, tokens, hv * k, dtype=dtype, device=device).normal_(generator=generator)
     b = torch.empty(layers, tokens, hv, dtype=dtype, device=device).normal_(generator=generator)
@@ -192,7 +216,10 @@ def random_problems(
             state=state.layer(i), slots=slots, errors=errors, workspace=workspace,
             ring=rings.layer(i) if rings else None, snapshots=shots.layer(i) if shots else None,
             fold_on_verify=folding.layer(i) if folding else None,
+            compact_state=compact.layer(i) if compact else None,
         )
         for i in range(layers)
     ]  # fmt: skip
-    return Problems(ring=rings, snapshots=shots, layers=problems, state=state, fold_on_verify=folding)
+    return Problems(
+        ring=rings, snapshots=shots, layers=problems, state=state, fold_on_verify=folding, compact_state=compact
+    )

@@ -21,6 +21,7 @@ from kda_tooling.problem import Problems, VerifyProblem
 OURS = "kda"
 RECURRENT = FORMS[0]
 FOLD_ON_VERIFY = "fold-on-verify"
+COMPACT = "compact"
 MAX_STATE_REGISTERS = 128
 """Configurations whose state tile takes more registers per thread than this are not swept: they spill."""
 
@@ -39,6 +40,7 @@ class Arm:
         config: launch configuration of verify; None for the kernels' own choice, and for a peer.
         form: one of `kda_kernels.FORMS`.
         fold_on_verify: verify replays what the last round accepted, and commit only writes down how much that is.
+        compact_window: verify writes no conv windows, and commit takes the conv states from verify's inputs.
     """
 
     name: str
@@ -50,12 +52,18 @@ class Arm:
     config: LaunchConfig | None = None
     form: str = RECURRENT
     fold_on_verify: bool = False
+    compact_window: bool = False
 
     @property
     def column(self) -> str:
         """The lane, with what is not usual of it: arms of one column can stand for each other."""
         form = "" if self.form == RECURRENT else f" {self.form}"
-        return self.lane + form + (f" {FOLD_ON_VERIFY}" if self.fold_on_verify else "")
+        return self.lane + form + _options(self)
+
+
+def _options(arm: Arm) -> str:
+    """What an arm does that is not usual, for its name."""
+    return (f" {FOLD_ON_VERIFY}" if arm.fold_on_verify else "") + (f" {COMPACT}" if arm.compact_window else "")
 
 
 def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
@@ -89,13 +97,13 @@ def _suffix(config: LaunchConfig | None) -> str:
 
 
 def _verify(
-    lane: str, form: str, config: LaunchConfig | None, indices_ready: bool, folds: bool
+    lane: str, form: str, config: LaunchConfig | None, indices_ready: bool, folds: bool, compact: bool
 ) -> Callable[[VerifyProblem], torch.Tensor]:
     op = verify_fused if lane.startswith("fused") else verify_unfused
 
     def run(p: VerifyProblem) -> torch.Tensor:
         return op(
-            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.state,
+            p.mixed_qkv, p.a, p.b, shape=p.shape, params=p.params, state=p.compact if compact else p.state,
             record=p.folding.banks if folds else p.record(lane_mode(lane)),
             pending=p.folding.pending if folds else None, slots=p.slots,
             draft_tokens=p.draft_tokens, config=config, errors=p.errors, workspace=p.workspace,
@@ -105,14 +113,16 @@ def _verify(
     return run
 
 
-def _commit(mode: str, folds: bool) -> Callable[[Problems, torch.Tensor], None]:
+def _commit(mode: str, folds: bool, compact: bool) -> Callable[[Problems, torch.Tensor], None]:
     def run(problems: Problems, accept_lens: torch.Tensor) -> None:
         first = problems.layers[0]
         commit_layers(
-            problems.state, problems.folding.banks if folds else problems.record(mode), shape=first.shape,
+            problems.compact if compact else problems.state,
+            problems.folding.banks if folds else problems.record(mode), shape=first.shape,
             slots=first.slots, accept_lens=accept_lens,
             draft_tokens=first.draft_tokens, errors=first.errors, uncounted=first.errors,
             pending=problems.folding.pending if folds else None,
+            mixed_qkv=[problem.mixed_qkv for problem in problems.layers],
         )  # fmt: skip
 
     return run
@@ -126,13 +136,16 @@ def our_arms(
     forms: Iterable[str] = (RECURRENT,),
     indices_ready: bool = False,
     fold_on_verify: bool = False,
+    compact_window: bool = False,
 ) -> list[Arm]:
     """Our lanes in each form that they have, in the default configuration or (fused lanes) in every one.
 
-    ``fold_on_verify``: ring lanes also with it.
+    ``fold_on_verify``: ring lanes also with it; ``compact_window``: every lane also with it, and ring lanes with both.
     """
     arms = []
-    for form, lane, folds in itertools.product(forms, lanes, (False, True) if fold_on_verify else (False,)):
+    for form, lane, folds, compact in itertools.product(
+        forms, lanes, (False, True) if fold_on_verify else (False,), (False, True) if compact_window else (False,)
+    ):
         if lane not in LANES:
             raise ValueError(f"lane must be one of {', '.join(LANES)}; got {lane!r}")
         mode = lane_mode(lane)
@@ -142,15 +155,15 @@ def our_arms(
         if sweep_configs and lane.startswith("fused"):
             configs += launch_configs(shape, nvidia)
         for config in configs:
-            verify = _verify(lane, form, config, indices_ready, folds)
-            arm = Arm("", OURS, lane, mode, verify, _commit(mode, folds), config, form, folds)
+            verify = _verify(lane, form, config, indices_ready, folds, compact)
+            arm = Arm("", OURS, lane, mode, verify, _commit(mode, folds, compact), config, form, folds, compact)
             arms.append(replace(arm, name=f"{OURS} {arm.column}{_suffix(config)}"))
     return arms
 
 
 def with_config(arm: Arm, config: LaunchConfig | None) -> Arm:
     """An arm of ours, in the recurrent or chunked form, launched with ``config``."""
-    verify = _verify(arm.lane, arm.form, config, False, arm.fold_on_verify)
+    verify = _verify(arm.lane, arm.form, config, False, arm.fold_on_verify, arm.compact_window)
     return replace(arm, name=f"{OURS} {arm.column}{_suffix(config)}", config=config, verify=verify)
 
 
@@ -172,12 +185,11 @@ def peer_arms(peer: Peer, problem: VerifyProblem) -> list[Arm]:
 def commit_arms(arms: Iterable[Arm]) -> list[Arm]:
     """One arm per owner and mode, named after them: how verify was done makes no difference to a commit.
 
-    Fold on verify, which leaves less to a commit, is a mode here.
+    Fold on verify, which leaves less to a commit, is a mode here, and so are compact windows, which leave more.
     """
     unique: dict[tuple[str, str], Arm] = {}
     for arm in arms:
-        mode = f"{arm.mode} {FOLD_ON_VERIFY}" if arm.fold_on_verify else arm.mode
-        unique.setdefault((arm.owner, mode), arm)
+        unique.setdefault((arm.owner, arm.mode + _options(arm)), arm)
     return [
         replace(arm, name=f"{owner} {mode} commit", lane=arm.mode, form=RECURRENT)
         for (owner, mode), arm in unique.items()

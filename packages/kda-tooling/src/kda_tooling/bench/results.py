@@ -14,7 +14,7 @@ from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.settings import KINDS, MAX_BATCH, MAX_DRAFT_TOKENS, SweepSettings
 
 SCHEMA = 1
-OPTIONAL_SETTINGS = frozenset({"forms", "indices_ready", "fold_on_verify"})
+OPTIONAL_SETTINGS = frozenset({"forms", "indices_ready", "fold_on_verify", "compact_window"})
 SETTINGS = frozenset(field.name for field in fields(SweepSettings)) - OPTIONAL_SETTINGS
 """What a result states of the settings: all of them, but the optional ones only where they are not the default."""
 
@@ -33,12 +33,12 @@ class ArmResult:
 
     Args:
         name, owner, mode: as `kda_tooling.bench.arms.Arm`.
-        lane: the arm's ``column``: its lane, followed by " chunked" in that form and by " fold-on-verify" where it
-            does that; the mode where only commits were timed.
+        lane: the arm's ``column``: its lane, followed by " chunked" in that form, by " fold-on-verify" where it does
+            that and by " compact" where it writes no windows; the mode where only commits were timed.
         median_us: microseconds per layer, median over passes.
         spread: largest distance of a pass from the median, as a share of it.
         passes_us: every pass.
-        floor_us: byte floor of this arm's mode, or of a round that folds on verify.
+        floor_us: byte floor of this arm's mode and of what else it does.
     """
 
     name: str

@@ -43,6 +43,7 @@ class SweepSettings:
         peers: NAME=PATH of other projects' kernels.
         seed: of the random inputs.
         fold_on_verify: rounds of the ring lanes are also measured with fold on verify.
+        compact_window: rounds of every lane are also measured with compact windows, with both where there is both.
         indices_ready: our lanes are told that the kernel before them writes no index (see `kda_kernels.verify_fused`).
 
     Raises:
@@ -66,6 +67,7 @@ class SweepSettings:
     seed: int = 0
     indices_ready: bool = False
     fold_on_verify: bool = False
+    compact_window: bool = False
 
     def __post_init__(self) -> None:
         unknown = [lane for lane in self.lanes if lane not in LANES]
@@ -124,6 +126,8 @@ class SweepSettings:
                 raise ValueError("--fold-on-verify moves work from commit to verify: give --round, which times both")
             if not any(lane_mode(lane) == "ring" for lane in self.lanes):
                 raise ValueError(f"--fold-on-verify is of ring lanes, and --modes names none: {', '.join(self.lanes)}")
+        if self.compact_window and self.kind != "round":
+            raise ValueError("--compact-window moves work from verify to commit: give --round, which times both")
         if self.indices_ready and self.kind == "commit":
             raise ValueError("--indices-ready is of verify, and --commit times none: leave one of them out")
         if self.accept is not None:
@@ -194,6 +198,7 @@ def command_of(settings: dict[str, Any]) -> str:
     words += ["--hot"] if settings["hot"] else []
     words += ["--indices-ready"] if settings.get("indices_ready") else []
     words += ["--fold-on-verify"] if settings.get("fold_on_verify") else []
+    words += ["--compact-window"] if settings.get("compact_window") else []
     add("--passes", settings["passes"], default.passes)
     add("--seed", settings["seed"], default.seed)
     if settings["peers"]:

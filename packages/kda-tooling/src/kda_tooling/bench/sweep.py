@@ -36,7 +36,7 @@ def build_arms(settings: SweepSettings, problem: VerifyProblem, peers: list[Peer
     nvidia = problem.slots.device.type == "cuda" and torch.version.hip is None
     arms = our_arms(
         settings.shape, settings.lanes, settings.sweep_configs, nvidia, settings.forms, settings.indices_ready,
-        settings.fold_on_verify,
+        settings.fold_on_verify, settings.compact_window,
     )  # fmt: skip
     for peer in peers:
         arms += peer_arms(peer, problem)
@@ -55,6 +55,7 @@ def build_problems(settings: SweepSettings, draft_tokens: int, batch: int, layer
         settings.shape, layers=layers, batch=batch, draft_tokens=draft_tokens, dtype=settings.torch_dtype,
         device=device, lower_bound=settings.lower_bound, bias=settings.bias, seed=settings.seed,
         ring="ring" in modes, snapshots="snapshots" in modes, fold_on_verify=settings.fold_on_verify,
+        compact_window=settings.compact_window,
     )  # fmt: skip
 
 
@@ -68,14 +69,23 @@ def rotation_layers(settings: SweepSettings, draft_tokens: int, batch: int, l2_b
 
 
 def floor_of(
-    settings: SweepSettings, draft_tokens: int, batch: int, mode: str, fold_on_verify: bool = False
+    settings: SweepSettings,
+    draft_tokens: int,
+    batch: int,
+    mode: str,
+    fold_on_verify: bool = False,
+    compact_window: bool = False,
 ) -> Traffic:
-    """Mandatory bytes per layer of the settings' kind; ``fold_on_verify``: of a round with it."""
+    """Mandatory bytes per layer of the settings' kind; ``fold_on_verify``, ``compact_window``: of a round with it."""
     accept = settings.accept_for(draft_tokens)
     if fold_on_verify:
-        return fold_on_verify_traffic(settings.shape, batch, draft_tokens, accept, settings.torch_dtype, settings.bias)
-    verify = verify_traffic(settings.shape, batch, draft_tokens, settings.torch_dtype, mode, settings.bias)
-    commit = commit_traffic(settings.shape, batch, accept, settings.torch_dtype, mode)
+        return fold_on_verify_traffic(
+            settings.shape, batch, draft_tokens, accept, settings.torch_dtype, settings.bias, compact_window
+        )
+    verify = verify_traffic(
+        settings.shape, batch, draft_tokens, settings.torch_dtype, mode, settings.bias, compact_window
+    )
+    commit = commit_traffic(settings.shape, batch, accept, settings.torch_dtype, mode, compact_window)
     return {"verify": verify, "commit": commit, "round": verify + commit}[settings.kind]
 
 
@@ -162,7 +172,7 @@ def measure_cell(
     timings = measure_interleaved(dict(graphs), layers * rounds, passes=settings.passes)
     results = []
     for arm in arms:
-        floor = floor_of(settings, draft_tokens, batch, arm.mode, arm.fold_on_verify)
+        floor = floor_of(settings, draft_tokens, batch, arm.mode, arm.fold_on_verify, arm.compact_window)
         results.append(arm_result(arm, timings[arm.name], floor.microseconds(machine.copy_bytes_per_second)))
     return Cell(
         kind=settings.kind, draft_tokens=draft_tokens, batch=batch,
@@ -187,5 +197,7 @@ def run_sweep(settings: SweepSettings, on_cell: Callable[[int, int], None] = lam
         del described["indices_ready"]  # likewise
     if not settings.fold_on_verify:
         del described["fold_on_verify"]
+    if not settings.compact_window:
+        del described["compact_window"]
     described = json.loads(json.dumps(described))  # tuples to lists: equal to what is read back from JSON
     return SweepResult(machine, described, {peer.name: peer.version for peer in peers}, cells)

@@ -95,6 +95,9 @@ def sweep(
     fold_on_verify: Annotated[
         bool, typer.Option("--fold-on-verify", help="With --round: ring lanes also folding the last round on verify.")
     ] = False,
+    compact_window: Annotated[
+        bool, typer.Option("--compact-window", help="With --round: every lane also without conv windows.")
+    ] = False,
     passes: Annotated[int, typer.Option(help="Interleaved passes, odd.")] = 9,
     peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
@@ -121,7 +124,7 @@ def sweep(
             dtype=dtype, lower_bound=bound, bias=bias, forms=forms,
             kind="round" if round_ else "commit" if commit else "verify", accept=accept,
             sweep_configs=sweep_bv, hot=hot, passes=passes, peers=tuple(peer), seed=seed,
-            indices_ready=indices_ready, fold_on_verify=fold_on_verify,
+            indices_ready=indices_ready, fold_on_verify=fold_on_verify, compact_window=compact_window,
         )  # fmt: skip
         for spec in settings.peers:
             load_peer(spec)

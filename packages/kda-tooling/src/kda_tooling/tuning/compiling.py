@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY
 from kda_kernels import LaunchConfig, _launch
 from kda_tooling.bench.arms import Arm, our_arms, with_config
 from kda_tooling.bench.sweep import build_problems
@@ -49,9 +50,9 @@ class Compiled:
 
 def arm_of(settings: TuneSettings, group: Group, lane: str, config: LaunchConfig | None) -> Arm:
     """``lane`` as ``group``'s cells have it, launched with ``config``."""
-    folds = "fold-on-verify" in group.option
-    arms = our_arms(settings.shape, (lane,), False, forms=(group.form,), fold_on_verify=folds)
-    (arm,) = (arm for arm in arms if arm.fold_on_verify == folds)
+    folds, compact = FOLD_ON_VERIFY in group.option, COMPACT_WINDOW in group.option
+    arms = our_arms(settings.shape, (lane,), False, forms=(group.form,), fold_on_verify=folds, compact_window=compact)
+    (arm,) = (arm for arm in arms if arm.fold_on_verify == folds and arm.compact_window == compact)
     return with_config(arm, config)
 
 

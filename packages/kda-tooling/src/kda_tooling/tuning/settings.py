@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from kda_backend import MODES
 from kda_backend.gate import CellKey
-from kda_backend.gate.cells import GATES, LEAST_PASSES, MOST_PASSES, OPTIONS, lanes_of
+from kda_backend.gate.cells import (
+    COMPACT_WINDOW,
+    FOLD_ON_VERIFY,
+    GATES,
+    LEAST_PASSES,
+    MOST_PASSES,
+    OPTIONS,
+    lanes_of,
+)
 from kda_backend.gate.table import MOST_MARGIN
 from kda_kernels import FORMS, KdaShape
 from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
@@ -123,5 +131,5 @@ class TuneSettings:
             lanes=group.lanes, batch_sizes=self.batch_sizes, draft_tokens=(group.draft_tokens,), shape=self.shape,
             dtype=self.dtype, lower_bound=SAFE_BOUND if group.gate == GATES[0] else None, forms=(group.form,),
             kind="verify" if group.option == OPTIONS[0] else "round",
-            fold_on_verify="fold-on-verify" in group.option, seed=seed,
+            fold_on_verify=FOLD_ON_VERIFY in group.option, compact_window=COMPACT_WINDOW in group.option, seed=seed,
         )  # fmt: skip
