@@ -39,7 +39,8 @@ def test_a_replay_gives_triton_s_launcher_what_an_ordinary_launch_gives_it() -> 
             assert launches[f"verify_unfused {record} {config}"] == ["function conv_kernel", f"function {kernel}"]
     for name, kernel in (
         ("fold portable", "fold_kernel"), ("fold gluon", "fold_gluon_kernel"), ("scatter_conv", "scatter_kernel"),
-        ("scatter_snapshots", "scatter_kernel"),
+        ("scatter_snapshots", "scatter_kernel"), ("gather_conv", "gather_kernel"),
+        ("verify_fused compact", "verify_gluon_kernel"),
     ):  # fmt: skip
         assert launches[name] == [f"function {kernel}"]
     for name, (_, equal, equal_to_other_tensors) in ops.items():

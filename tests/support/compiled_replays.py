@@ -31,11 +31,14 @@ from kda_kernels import (
     checks,
     commit,
     commit_checks,
+    gather_checks,
+    gather_conv,
     host_checks,
     new_error_counts,
     verify,
 )
 from kda_kernels.aot import TARGETS
+from kda_kernels.buffers import KEPT_INPUTS
 
 SHAPE, B, T = KdaShape(1, 1, 64, 64), 2, 2
 launched: list[list[Any]] = []
@@ -99,11 +102,12 @@ def verify_calls() -> dict[str, Callable[[], Callable[[], object]]]:
     d, bf16 = SHAPE.conv_dim, torch.bfloat16
     params = LayerParams(torch.randn(d, 4).to(bf16), None, torch.randn(1), torch.randn(64))
     state = LayerState.allocate(SHAPE, slots=3, rows=B, steps=T, dtype=bf16, device="cpu")
+    compact = LayerState.allocate(SHAPE, slots=3, rows=B, steps=T, dtype=bf16, device="cpu", compact_window=True)
     ring = Ring.allocate(SHAPE, slots=3, length=T, dtype=bf16, device="cpu")
     snapshots = Snapshots.allocate(SHAPE, rows=B, steps=T, device="cpu")
 
     def maker(
-        op: Callable[..., torch.Tensor], record: Ring | Snapshots, config: LaunchConfig
+        op: Callable[..., torch.Tensor], record: Ring | Snapshots, config: LaunchConfig, state: LayerState = state
     ) -> Callable[[], Callable[[], object]]:
         def make() -> Callable[[], object]:
             n = B * T
@@ -123,6 +127,9 @@ def verify_calls() -> dict[str, Callable[[], Callable[[], object]]]:
         for op in (verify.verify_fused, verify.verify_unfused)
         for record in (ring, snapshots)
         for name, config in (("portable", LaunchConfig()), ("gluon", LaunchConfig(32, 4, rows_per_thread=2)))
+    } | {
+        f"{op.__name__} compact": maker(op, ring, LaunchConfig(32, 4, rows_per_thread=2), compact)
+        for op in (verify.verify_fused, verify.verify_unfused)
     }
 
 
@@ -139,6 +146,7 @@ def commit_calls() -> dict[str, Callable[[], Callable[[], object]]]:
             commit.fold, state.ssm_state, ring, shape=SHAPE, config=LaunchConfig(32, 4, rows_per_thread=2)
         ),
         "scatter_conv": partial(commit.scatter_conv, state.conv_state, state.conv_window),
+        "gather_conv": partial(gather_conv, state.conv_state, torch.zeros(2, KEPT_INPUTS, dtype=torch.int64)),
         "scatter_snapshots": partial(commit.scatter_snapshots, state.ssm_state, snapshots),
     }
 
@@ -168,6 +176,7 @@ def main() -> None:
         mock.patch.object(_launch, "_device_target", return_value=("cuda", 90)),
         mock.patch.object(checks, "device_reason", return_value=None),
         mock.patch.object(commit_checks, "device_reason", return_value=None),
+        mock.patch.object(gather_checks, "device_reason", return_value=None),
         mock.patch.object(torch.cuda, "current_device", return_value=-1),
         mock.patch.object(_replay, "current_device", return_value=-1),
         host_checks(False),
