@@ -47,6 +47,20 @@ def test_every_kind_is_measured(kind: str, hot: bool) -> None:
         assert arm.floor_us > 0
 
 
+def test_rounds_with_the_pool_s_options_are_measured() -> None:
+    settings = SweepSettings(
+        shape=KdaShape(8, 8, 128, 128), batch_sizes=(16,), draft_tokens=(4,), passes=3, kind="round",
+        fold_on_verify=True, compact_window=True,
+    )  # fmt: skip
+    (cell,) = run_sweep(settings).cells
+    lanes = [arm.lane for arm in cell.arms]
+    assert len(set(lanes)) == len(lanes) == 2 * 2 + 2 * 4
+    for arm in cell.arms:
+        other = next((one for one in cell.arms if f"{one.lane} compact" == arm.lane), None)
+        if other is not None:
+            assert arm.floor_us < other.floor_us
+
+
 def test_the_command_on_this_gpu(tmp_path: Path) -> None:
     json, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
     command = [sys.executable, "-m", "kda_tooling", "sweep", "--batch-sizes", "1", "8", "--passes", "3"]

@@ -19,12 +19,15 @@ class KeptInputs:
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
         self._spans: list[tuple[int, int, int]] = []  # start, end, layer; in order, none overlaps another
+        self._seen: tuple[torch.Tensor | None, tuple[int, int]] = None, (0, 0)
 
     def reason(self, layer: int, name: str, tensor: torch.Tensor | None) -> str | None:
         """Why ``tensor``, the argument called ``name`` of a verify of ``layer``, takes what another layer needs."""
         if not isinstance(tensor, torch.Tensor):  # None, or what verify's checks name
             return None
-        start, end = byte_span(tensor)
+        start, end = span = byte_span(tensor)
+        if name == "mixed_qkv":
+            self._seen = tensor, span
         if start == end:
             return None
         place = bisect_left(self._spans, (end,))  # those before it begin below `end`
@@ -41,7 +44,9 @@ class KeptInputs:
         """Hold what a verify of ``layer`` was given, in place of what an earlier one was."""
         self._spans = [span for span in self._spans if span[2] != layer] if layer in self._tensors else self._spans
         self._tensors[layer] = mixed_qkv
-        start, end = byte_span(mixed_qkv)
+        seen, span = self._seen
+        start, end = span if seen is mixed_qkv else byte_span(mixed_qkv)
+        self._seen = None, (0, 0)
         if end > start:
             insort(self._spans, (start, end, layer))
 
