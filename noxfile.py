@@ -187,14 +187,14 @@ def sweep(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def bench(session: nox.Session) -> None:
-    """Store a sweep in the asv history, at its commit: `-- --json FILE` replays one, else this GPU is measured."""
+    """Measure this machine into the asv history; `-- --json FILE_OR_FOLDER` stores what was measured elsewhere."""
     DevEnvironment.python(session, "-m", "benchmarks.store", *session.posargs, env=COMPILED)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def bench_smoke(session: nox.Session) -> None:
-    """Run every asv benchmark once on an invented sweep and store nothing; fails when a benchmark raises."""
-    example = str(ROOT / "tests" / "data" / "invented_sweep.json")
+    """Run every asv benchmark once on invented files and store nothing; fails when a benchmark raises."""
+    example = str(ROOT / "tests" / "data" / "history")
     DevEnvironment.python(session, "-m", "benchmarks.store", "--dry-run", "--json", example, *session.posargs)
 
 

@@ -1,34 +1,68 @@
-"""Where the suite's values come from: a stored sweep, a sweep measured now, or nowhere."""
+"""Where a suite's values come from: stored files, a measurement made now, or nowhere."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from . import BATCH_SIZES, DRAFT_TOKENS, LANES, OURS, SETTINGS, SOURCE, Cells
+from . import ACCEPT, BATCH_SIZES, DRAFT_TOKENS, HEAD_DIMS, LANES, SHAPE, SOURCE, Values
+from .records import KINDS, combined, record_of, values_in
 
-SWEEP_TIMEOUT = 900.0
+TIMEOUT = 1800.0
+"""Seconds that a suite's measurement may take: compiling every kernel on two cores takes about 300."""
 
+WITHOUT_GPU = ("memory", "compile")
+"""Kinds that any machine can measure."""
 
-def sweep_arguments() -> list[str]:
-    """The `kda sweep` call that fills every cell, with its JSON on standard output."""
-    return [
-        "sweep", "--lanes", *LANES, "--batch-sizes", *map(str, BATCH_SIZES), "--draft-tokens", *map(str, DRAFT_TOKENS),
-        "--json", "-",
-    ]  # fmt: skip
+Command = tuple[str, ...]
 
 
-def measure() -> str:
-    """Run `kda sweep` on this machine's GPU; returns its JSON. A process of its own: it starts compiling workers.
+def commands(kind: str) -> list[Command]:
+    """The `kda` calls that fill every cell of the kind's suites; the JSON file's name follows the last word."""
+    grid = ("--batch-sizes", *map(str, BATCH_SIZES), "--draft-tokens", *map(str, DRAFT_TOKENS))
+    accept = ("--accept", str(ACCEPT))
+    calls: dict[str, list[Command]] = {
+        "verify": [
+            ("sweep", "--modes", *LANES, *grid, "--form", "recurrent", "chunked", "--json"),
+            ("sweep", "--modes", "unfused", "fused", *grid, "--json"),
+        ],
+        "round": [("sweep", "--round", "--modes", "unfused", "fused", *LANES, *grid, *accept, "--json")],
+        "commit": [("sweep", "--commit", "--modes", "fused", "fused+ring", *grid, *accept, "--json")],
+        "regret": [("gate", "regret", *grid, "--json")],
+        "host-time": [("host-time", "--json")],
+        "memory": [
+            ("memory", "--budget", "80GiB", "--heads", "8", "--layers", "1", "--head-k-dim", dim, "--head-v-dim", dim,
+             "--json")
+            for dim in map(str, HEAD_DIMS)
+        ],
+        "compile": [("compile-report", "--json")],
+    }  # fmt: skip
+    return calls[kind]
+
+
+def measure(kind: str, folder: Path) -> list[Path]:
+    """Run the kind's commands here, each in a process of its own; returns their JSON files, below ``folder``.
 
     Raises:
-        subprocess.CalledProcessError: the sweep failed; it has said why on standard error.
+        subprocess.CalledProcessError: a command failed; it has said why on standard error.
     """
-    command = [sys.executable, "-m", "kda_tooling", *sweep_arguments()]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=SWEEP_TIMEOUT).stdout
+    written = []
+    for number, arguments in enumerate(commands(kind)):
+        path = folder / f"{kind}-{number}.json"
+        command = [sys.executable, "-m", "kda_tooling", *arguments]
+        if kind == "memory":  # prints its JSON
+            path.write_text(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        else:
+            # what a command shows is no output of ours; its exit code 1 is about the figures, which it has written
+            done = subprocess.run([*command, str(path)], stdout=sys.stderr, check=False, timeout=TIMEOUT)
+            if done.returncode and not (kind == "regret" and done.returncode == 1 and path.is_file()):
+                raise subprocess.CalledProcessError(done.returncode, command)
+        written.append(path)
+    return written
 
 
 def gpu_usable() -> bool:
@@ -40,49 +74,42 @@ def gpu_usable() -> bool:
     return torch.cuda.is_available() and not interpreter_chosen()
 
 
-def check_settings(settings: dict[str, Any], where: str) -> None:
-    """Refuse a sweep of other kernels than the history is about.
+def table_here() -> bool:
+    """Whether the packaged tables have one for this GPU and the history's shape; imports torch."""
+    import torch
 
-    Raises:
-        ValueError: a setting differs; the message names it.
-    """
-    for name, expected in SETTINGS.items():
-        if settings[name] != expected:
-            raise ValueError(f"{where}: {name} is {settings[name]!r}; the history is about {name} = {expected!r}")
+    from kda_backend.gate import table_name
+    from kda_backend.gate.folders import PACKAGED
+    from kda_kernels import KdaShape
 
-
-def cells_of(text: str, where: str) -> Cells:
-    """Our ring lanes' fastest arms in a sweep's JSON.
-
-    Raises:
-        ValueError: the text is no sweep, or one of other settings, or it has none of the suite's cells.
-    """
-    from kda_tooling.bench.results import parse_results
-
-    result = parse_results(text, where)
-    check_settings(result.settings, where)
-    found: Cells = {}
-    for cell in result.cells:
-        for lane in LANES:
-            arm = cell.best(OURS, lane=lane)
-            if arm is not None:
-                found[lane, cell.draft_tokens, cell.batch] = arm.median_us
-    if not any(t in DRAFT_TOKENS and b in BATCH_SIZES for _, t, b in found):
-        raise ValueError(f"{where}: no cell of T in {DRAFT_TOKENS} and B in {BATCH_SIZES} with lanes {LANES}")
-    return found
+    name = table_name(KdaShape(**SHAPE), torch.cuda.get_device_name(), "bfloat16")
+    return Path(PACKAGED, name).is_file()
 
 
-class SweepBenchmark:
-    """Base of the benchmarks: one `setup_cache` for all of them, so that a live sweep runs once."""
+def measurable() -> Iterator[str]:
+    """The kinds that can be measured on this machine; says on standard error which cannot, and why."""
+    gpu = gpu_usable()
+    for kind in KINDS:
+        if not gpu and kind not in WITHOUT_GPU:
+            why = "no GPU here"
+        elif kind == "regret" and not table_here():
+            why = "this GPU has no packaged table; kda tune writes one"
+        else:
+            yield kind
+            continue
+        sys.stderr.write(f"{kind} is not measured: {why}\n")
 
-    def setup_cache(self) -> Cells:
-        """Every cell's latency; asv hands it to each benchmark and runs this once."""
-        path = os.environ.get(SOURCE)
-        if path:
-            return cells_of(Path(path).read_text(encoding="utf-8"), path)
-        if gpu_usable():
-            return cells_of(measure(), "the sweep measured now")
+
+def values_of(kind: str) -> Values:
+    """The suite's cells: replayed, or measured where that can be done."""
+    path = os.environ.get(SOURCE)
+    if path:
+        return values_in(Path(path), kind)
+    if kind not in WITHOUT_GPU and not gpu_usable():
         sys.stderr.write(f"no GPU here and {SOURCE} is not set: every cell is skipped\n")
         return {}
-
-    setup_cache.timeout = SWEEP_TIMEOUT  # type: ignore[attr-defined]
+    if kind == "regret" and not table_here():
+        sys.stderr.write("this GPU has no packaged table: every cell is skipped\n")
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        return combined(record_of(path.read_text(encoding="utf-8"), str(path)) for path in measure(kind, Path(folder)))

@@ -1,14 +1,12 @@
-"""Store a sweep in the asv history, at the commit it was measured at: ``python -m benchmarks.store --json FILE``.
+"""Store measurements in the asv history, each at its commit: ``python -m benchmarks.store --json FILE_OR_FOLDER ...``.
 
-asv runs the suite here, in the interpreter that runs this script, and replays the file. Its own result file would name
-this interpreter's path and version, which have nothing to do with the measurement and would split every graph: they are
-taken out, and the machine that measured is written in.
+asv runs the suites here, in the interpreter that runs this script, and replays the files: a machine with a GPU needs
+neither asv nor git nor a network.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -16,37 +14,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import SOURCE
-from .source import cells_of, gpu_usable, measure
+from .asv_runs import ENVIRONMENT, ROOT, merged, normalised, run_asv, same_versions, without_empty
+from .records import KINDS, NO_GPU, Record, files_in, load, record_of
+from .source import measurable, measure
 
-if TYPE_CHECKING:  # asv imports this module too: no torch here
-    from kda_tooling.bench.machine import Machine
-
-ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = "replay"
+RESULTS = ROOT / "benchmarks" / "results"
+COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
-def machine_name(gpu: str) -> str:
-    """The GPU's name as a folder name: histories are per GPU model."""
-    return re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_")
+def machine_name(machine: str) -> str:
+    """The GPU model, or compiler, as a folder name: histories are per model."""
+    return machine if machine == NO_GPU else re.sub(r"[^A-Za-z0-9]+", "_", machine).strip("_")
 
 
-def commit_of(machine: Machine, given: str | None) -> str:
-    """The full hash of the commit that the sweep was measured at.
+def resolved(name: str) -> str:
+    """The full hash of a commit.
 
     Raises:
-        ValueError: the sweep does not say, or says that the tree had changes, and none was given; or it is no commit
-            of this repository.
+        ValueError: it is no commit of this repository.
     """
-    name = given or machine.commit
-    if given is None and (name == "unknown" or "+" in name):
-        raise ValueError(
-            f"the sweep was measured at commit {name!r}: measure a committed tree (set KDA_GIT_SHA where .git is "
-            "missing), or name the commit with --commit"
-        )
     command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     if not found:
@@ -54,90 +44,188 @@ def commit_of(machine: Machine, given: str | None) -> str:
     return found
 
 
-def run_asv(sweep: Path, machine: str, results: Path, *options: str) -> None:
-    """Run the suite on ``sweep`` with asv, results below ``results``.
+def commit_of(record: Record, given: str | None) -> str:
+    """The full hash of the commit that a file was measured at: ``given``, what it says, or its folder's name.
 
     Raises:
-        subprocess.CalledProcessError: asv could not run, or a benchmark raised (exit code 2).
+        ValueError: nothing says it, or the tree had changes and none was given; the file and its folder name two; or
+            it is no commit of this repository.
     """
-    config = json.loads((ROOT / "asv.conf.json").read_text())
-    config |= {"repo": str(ROOT), "benchmark_dir": str(ROOT / "benchmarks"), "results_dir": str(results)}
-    asv = [sys.executable, "-m", "asv"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "asv.conf.json"
-        path.write_text(json.dumps(config))
-        # Registered by name only: a new kernel or more memory must not split a line of the graphs. In a home of its
-        # own, so that nothing is left in the user's.
-        env = os.environ | {SOURCE: str(sweep.resolve()), "HOME": folder}
-        if "PYTHONPATH" in env:  # asv drops it
-            env["ASV_PYTHONPATH"] = env["PYTHONPATH"]
-        register = [*asv, "machine", "--yes", "--machine", machine, "--config", str(path)]
-        subprocess.run(register, env=env, check=True, stdout=subprocess.DEVNULL)
-        command = [*asv, "run", "--config", str(path), "--machine", machine, "-E", f"existing:{sys.executable}"]
-        subprocess.run([*command, "--show-stderr", *options], env=env, check=True)
+    if given is not None:
+        return resolved(given)
+    folder = Path(record.where).resolve().parent.name
+    beside = folder if COMMIT.fullmatch(folder) else None
+    said = None if record.commit == "unknown" else record.commit
+    if said is not None and "+" in said:
+        raise ValueError(
+            f"{record.where} was measured at commit {said!r}: measure a committed tree (set KDA_GIT_SHA where .git is "
+            "missing), or name the commit with --commit"
+        )
+    if said is None and beside is None:
+        raise ValueError(
+            f"{record.where} does not say at which commit it was measured: put it into a folder named after the "
+            "commit, set KDA_GIT_SHA where .git is missing, or name the commit with --commit"
+        )
+    commits = {resolved(name) for name in (said, beside) if name is not None}
+    if len(commits) > 1:
+        raise ValueError(f"{record.where} says commit {said} and lies in the folder of {beside}: one of them is wrong")
+    return commits.pop()
 
 
-def normalised(data: dict[str, Any], measured: Machine) -> dict[str, Any]:
-    """asv's result with what belongs to the replaying interpreter taken out and the measuring machine written in."""
-    return data | {
-        "env_name": ENVIRONMENT, "python": "any", "params": data["params"] | {"python": "any"}, "durations": {},
-        "measured": dataclasses.asdict(measured),
-    }  # fmt: skip
+def read(source: Path) -> tuple[list[Record], list[str]]:
+    """All files at ``source``, and what is wrong with those that the history cannot take."""
+    records, unusable = [], []
+    for path in files_in(source):
+        try:
+            records.append(record_of(load(path)[1], str(path)))
+        except (ValueError, OSError) as error:
+            unusable.append(str(error))
+    return records, unusable
 
 
-def store(sweep: Path, commit: str | None, results: Path) -> Path:
-    """Replay ``sweep`` into the history below ``results``; returns the file written.
+def grouped(records: Iterable[Record], given: str | None) -> tuple[dict[tuple[str, str], list[Record]], list[str]]:
+    """(machine, commit) -> the files that make its result, and what is wrong with the others."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    unusable = []
+    for record in records:
+        try:
+            group = groups.setdefault((machine_name(record.machine), commit_of(record, given)), [])
+            if group and not same_versions(group[0].measured, record.measured):
+                raise ValueError(
+                    f"{record.where} and {group[0].where} are of one commit and one machine, with other versions of "
+                    "driver, torch or triton: store them one after the other; the later replaces the earlier"
+                )
+            group.append(record)
+        except ValueError as error:
+            unusable.append(str(error))
+    return {key: group for key, group in groups.items() if group}, unusable
+
+
+def measured_by(group: list[Record]) -> dict[str, Any]:
+    """What the files say of machine, versions and date: that of the newest, host times last."""
+    ordered = sorted(group, key=lambda record: (-KINDS.index(record.kind), str(record.measured.get("date", ""))))
+    return ordered[-1].measured
+
+
+def store(group: list[Record], machine: str, commit: str, results: Path) -> Path:
+    """Replay the files into the history below ``results``; returns the file written.
 
     Raises:
-        ValueError, OSError, subprocess.CalledProcessError: as `commit_of`, `load_results` and `run_asv`.
+        ValueError: the stored result of this commit is broken.
+        OSError, subprocess.CalledProcessError: as `run_asv`.
     """
-    from kda_tooling.bench.results import load_results
-
-    result = load_results(sweep)
-    cells_of(sweep.read_text(encoding="utf-8"), str(sweep))
-    found, name = commit_of(result.machine, commit), machine_name(result.machine.gpu)
     with tempfile.TemporaryDirectory() as folder:
-        run_asv(sweep, name, Path(folder), "--set-commit-hash", found)
-        (written,) = Path(folder, name).glob("*-existing*.json")
-        data = normalised(json.loads(written.read_text()), result.machine)
-        target = results / name / f"{written.name.partition('-')[0]}-{ENVIRONMENT}.json"
+        source, written = Path(folder, "files"), Path(folder, "results")
+        source.mkdir()
+        for number, record in enumerate(group):
+            shutil.copy(record.where, source / f"{number}.json")
+        kinds = sorted({record.kind for record in group})
+        run_asv(source, machine, written, "--set-commit-hash", commit, kinds=kinds)
+        (result,) = Path(written, machine).glob("*-existing*.json")
+        data = without_empty(normalised(json.loads(result.read_text()), measured_by(group)))
+        target = results / machine / f"{result.name.partition('-')[0]}-{ENVIRONMENT}.json"
+        if target.is_file():
+            try:
+                data = merged(json.loads(target.read_text()), data)
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise ValueError(f"{target} is broken ({error!r}): remove it, then store anew") from None
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(data) + "\n")
-        shutil.copy(Path(folder, name, "machine.json"), target.parent)
-        shutil.copy(Path(folder, "benchmarks.json"), results)
+        shutil.copy(Path(written, machine, "machine.json"), target.parent)
+        _add_benchmarks(written / "benchmarks.json", results / "benchmarks.json")
     return target
 
 
+def _add_benchmarks(found: Path, known: Path) -> None:
+    """Write what asv discovered beside what an earlier, perhaps partial, run did."""
+    old = json.loads(known.read_text()) if known.is_file() else {}
+    known.write_text(json.dumps(old | json.loads(found.read_text()), indent=4, sort_keys=True) + "\n")
+
+
+def replay(source: Path, given: str | None, results: Path) -> list[str]:
+    """Store every file at ``source``; returns what is wrong with those that could not be stored.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: as `run_asv`.
+    """
+    records, unusable = read(source)
+    groups, refused = grouped(records, given)
+    for (machine, commit), group in groups.items():
+        try:
+            written = store(group, machine, commit, results)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        sys.stdout.write(f"stored {os.path.relpath(written)} from {', '.join(record.where for record in group)}\n")
+    return unusable + refused
+
+
+def measure_here(folder: Path) -> list[str]:
+    """Measure every kind that this machine can, into ``folder``; returns what failed, which stops no other."""
+    failed = []
+    for kind in measurable():
+        try:
+            measure(kind, folder)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            failed.append(f"{kind}: {error}")
+    return failed
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """The command; exits with a message where something is wrong."""
+    """The command; exits with 1 and a message where a file could not be stored."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.store", description="Store a sweep in the asv history (docs/measuring.md)."
+        prog="python -m benchmarks.store", description="Store measurements in the asv history (docs/measuring.md)."
     )
-    parser.add_argument("--json", type=Path, help="a sweep's JSON; without it one is measured on this GPU")
-    parser.add_argument("--commit", help="store under this commit instead of the one that the sweep names")
-    parser.add_argument("--dry-run", action="store_true", help="run every benchmark on the file and store nothing")
+    parser.add_argument(
+        "--json", type=Path, action="append", default=[],
+        help="a JSON file of kda sweep, gate regret, host-time, memory or compile-report, or a folder of them; "
+        "repeatable; without it this machine is measured",
+    )  # fmt: skip
+    parser.add_argument("--commit", help="store under this commit instead of the one that the files name")
+    parser.add_argument("--keep", type=Path, help="keep the files measured here in this folder")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the history's folder")
+    parser.add_argument("--dry-run", action="store_true", help="run every benchmark on the files and store nothing")
     given = parser.parse_args(arguments)
-    if given.json is None and given.dry_run:
-        parser.error("--dry-run needs --json")
+    if given.dry_run and len(given.json) != 1:
+        parser.error("--dry-run needs one --json")
+    if given.json and given.keep:
+        parser.error("--keep is for files measured here; with --json nothing is measured")
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            sweep = given.json
-            if sweep is None:
-                if not gpu_usable():
-                    parser.error("no GPU here: give --json FILE, a sweep measured elsewhere (kda sweep --json FILE)")
-                sweep = Path(folder) / "sweep.json"
-                sweep.write_text(measure())
-            if given.dry_run:
-                run_asv(sweep, "dry_run", Path(folder) / "results", "--quick", "--dry-run")
-                sys.stdout.write("every benchmark ran; nothing was stored\n")
-                return
-            written = store(sweep, given.commit, ROOT / "benchmarks" / "results")
-            sys.stdout.write(f"stored {written.relative_to(ROOT)}\n")
+        if given.dry_run:
+            with tempfile.TemporaryDirectory() as folder:
+                run_asv(given.json[0], "dry_run", Path(folder), "--quick", "--dry-run")
+            sys.stdout.write("every benchmark ran; nothing was stored\n")
+            return
+        if given.json:
+            unusable = [wrong for source in given.json for wrong in replay(source, given.commit, given.results)]
+        else:
+            unusable = _measured(given.keep, given.commit, given.results)
     except subprocess.CalledProcessError as error:
-        what = "kda sweep" if "kda_tooling" in error.cmd else "asv"
+        what = "kda" if "kda_tooling" in error.cmd else "asv"
         sys.exit(f"benchmarks.store: {what} failed with exit code {error.returncode}; what it said is above")
     except (ValueError, OSError) as error:
         sys.exit(f"benchmarks.store: {error}")
+    for wrong in unusable:
+        sys.stderr.write(f"not stored: {wrong}\n")
+    if unusable:
+        sys.exit(1)
+
+
+def _measured(keep: Path | None, commit: str | None, results: Path) -> list[str]:
+    """Measure here, then store; as `replay`."""
+    from kda_tooling.bench.machine import git_commit
+
+    head = commit or git_commit()
+    if commit is None and not COMMIT.fullmatch(head):
+        raise ValueError(
+            f"this tree is at commit {head!r}: measure a committed tree (set KDA_GIT_SHA where .git is missing), or "
+            "name the commit with --commit"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (keep or Path(temporary)) / resolved(head)[:12]
+        folder.mkdir(parents=True, exist_ok=True)
+        failed = measure_here(folder)
+        return failed + replay(folder, commit, results)
 
 
 if __name__ == "__main__":

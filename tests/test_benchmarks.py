@@ -1,9 +1,12 @@
-"""The asv suite: values from a sweep's JSON, refusals, and how a sweep is stored. asv itself runs in `bench_smoke`."""
+"""The asv suites: values from the commands' JSON, refusals, how files are stored. All of asv runs in bench_smoke."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +15,32 @@ from typing import Any
 import pytest
 
 import benchmarks
-from benchmarks import source, store
+from benchmarks import asv_runs, records, source, store
+from benchmarks.commit_latency import CommitLatency
+from benchmarks.compile_signals import CompiledKernel, Variants
+from benchmarks.gate_regret import GateRegret
+from benchmarks.host_calls import HostTime
+from benchmarks.lane_latency import LaneLatency
 from benchmarks.ratios import FusedOverUnfused
-from benchmarks.ring_latency import RingLatency
-from kda_tooling.bench.machine import Machine
-from kda_tooling.bench.results import load_results
+from benchmarks.ring_bytes import RingBytes
+from benchmarks.ring_latency import RingLatency, VerifySuite
+from benchmarks.round_latency import RoundLatency
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "tests" / "data" / "invented_sweep.json"
-SUITE = (RingLatency, FusedOverUnfused)
+FILES = ROOT / "tests" / "data" / "history"
+EXAMPLE = FILES / "verify.json"
+SUITES = (
+    RingLatency, FusedOverUnfused, LaneLatency, RoundLatency, CommitLatency, GateRegret, HostTime, RingBytes,
+    CompiledKernel, Variants,
+)  # fmt: skip
+
+
+def tracks(suite: type) -> list[str]:
+    return [name for name in vars(suite) if name.startswith("track_")]
+
+
+def text_of(kind: str, **changes: Any) -> str:
+    return json.dumps(json.loads((FILES / f"{kind}.json").read_text()) | changes)
 
 
 @pytest.fixture
@@ -29,32 +49,30 @@ def example() -> dict[str, Any]:
 
 
 @pytest.fixture
-def machine() -> Machine:
-    return load_results(EXAMPLE).machine
+def record() -> records.Record:
+    return records.record_of(EXAMPLE.read_text(), str(EXAMPLE))
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> benchmarks.Cells:
+def replayed(monkeypatch: pytest.MonkeyPatch) -> benchmarks.Values:
     monkeypatch.setenv(benchmarks.SOURCE, str(EXAMPLE))
     return RingLatency().setup_cache()
 
 
-def test_latencies_are_the_sweeps_medians(replayed: benchmarks.Cells, example: dict[str, Any]) -> None:
+def test_latencies_are_the_sweeps_medians(replayed: benchmarks.Values, example: dict[str, Any]) -> None:
     medians = {
         (arm["lane"], cell["draft_tokens"], cell["batch"]): arm["median_us"]
         for cell in example["cells"] for arm in cell["arms"] if arm["owner"] == "kda"
     }  # fmt: skip
     assert medians
     assert replayed == medians
-    track = RingLatency().track_verify
-    for lane in benchmarks.LANES:
-        for t in benchmarks.DRAFT_TOKENS:
-            for b in benchmarks.BATCH_SIZES:
-                value, expected = track(replayed, lane, t, b), medians.get((lane, t, b), math.nan)
-                assert value == expected or (math.isnan(value) and math.isnan(expected))
+    for suite in (RingLatency(), LaneLatency()):
+        for cell in itertools.product(*suite.params):
+            value, expected = suite.track_verify(replayed, *cell), medians.get(cell, math.nan)
+            assert value == expected or (math.isnan(value) and math.isnan(expected))
 
 
-def test_the_ratio_is_fused_over_unfused_of_one_cell(replayed: benchmarks.Cells) -> None:
+def test_the_ratio_is_fused_over_unfused_of_one_cell(replayed: benchmarks.Values) -> None:
     track = FusedOverUnfused().track_ring
     assert track(replayed, 4, 1) == replayed["fused+ring", 4, 1] / replayed["unfused+ring", 4, 1]
     assert math.isnan(track(replayed, 8, 1))
@@ -65,40 +83,140 @@ def test_a_lanes_fastest_arm_stands_for_it(example: dict[str, Any]) -> None:
     arms = example["cells"][0]["arms"]
     fused = next(arm for arm in arms if arm["name"] == "kda fused+ring")
     arms.append(fused | {"name": "kda fused+ring bv8.w1", "median_us": 1.5})
-    assert source.cells_of(json.dumps(example), "here")["fused+ring", 4, 1] == 1.5
+    assert records.record_of(json.dumps(example), "here").values["fused+ring", 4, 1] == 1.5
 
 
-@pytest.mark.parametrize("suite", SUITE)
-def test_what_asv_needs_to_know(suite: type[source.SweepBenchmark]) -> None:
-    assert len(suite.params) == len(suite.param_names)  # type: ignore[attr-defined]
-    assert suite.version == "1"  # type: ignore[attr-defined]
-    assert suite.unit  # type: ignore[attr-defined]
-    assert suite.setup_cache is source.SweepBenchmark.setup_cache, "one sweep serves all benchmarks"
-    assert suite.setup_cache.timeout >= 600  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("suite", "track", "cell", "expected"),
+    [
+        (RoundLatency, "round", ("fused+ring", 4, 1), 3.0 * (1 + 1 / 32)),
+        (CommitLatency, "commit", ("snapshots", 4, 64), 0.9),
+        (GateRegret, "regret", ("recurrent", "ring", 4, 1), 1.0),
+        (GateRegret, "regret", ("chunked", "ring", 4, 64), 1.02),
+        (HostTime, "host", ("fold", "first"), 104.0),
+        (HostTime, "host", ("fold", "again"), 14.0),
+        (RingBytes, "head_step", (128,), 128 * 2 * 2 + 128 * 4 + 4),
+        (CompiledKernel, "instructions", ("sm90 fused ring-K128-T4",), 1000),
+        (CompiledKernel, "spills", ("sm90 fused ring-K128-T4",), 0),
+        (Variants, "compiled", ("sm90",), 2),
+    ],
+)
+def test_each_suite_finds_its_file_in_the_folder(
+    suite: type, track: str, cell: tuple[Any, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(benchmarks.SOURCE, str(FILES))
+    cells = suite().setup_cache()
+    assert getattr(suite(), f"track_{track}")(cells, *cell) == pytest.approx(expected)
+    assert cell in itertools.product(*suite.params)
+
+
+def test_a_file_of_another_kind_fills_no_cell_of_a_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(benchmarks.SOURCE, str(FILES / "round.json"))
+    assert RingLatency().setup_cache() == {}
+    assert RoundLatency().setup_cache()
+
+
+def test_several_files_of_one_kind_are_one_measurement_with_medians(example: dict[str, Any]) -> None:
+    def times(factor: float) -> records.Record:
+        changed = json.loads(json.dumps(example))
+        for cell in changed["cells"]:
+            for arm in cell["arms"]:
+                arm["median_us"] *= factor
+        return records.record_of(json.dumps(changed), "here")
+
+    key = ("fused+ring", 4, 1)
+    one = times(1.0).values[key]
+    assert records.combined([times(1.0), times(3.0), times(1.1)])[key] == pytest.approx(1.1 * one)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_what_asv_needs_to_know(suite: Any) -> None:
+    assert len(suite.params) == len(suite.param_names)
+    assert suite.version == "1"
+    assert tracks(suite)
+    for track in tracks(suite):
+        assert getattr(getattr(suite, track), "unit", getattr(suite, "unit", None))
+    assert suite.setup_cache.timeout >= 600
+
+
+def test_every_suite_is_run_and_stored() -> None:
+    files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    here = {suite.__module__.partition(".")[2] for suite in SUITES}
+    assert here == {module for modules in asv_runs.SUITES.values() for module in modules}
+    assert files - here == {"__init__", "asv_runs", "records", "source", "store"}
+    assert set(asv_runs.SUITES) == set(records.KINDS)
+    assert {path.stem for path in FILES.glob("*.json")} == set(records.KINDS)
+
+
+def test_one_sweep_serves_all_suites_of_verify() -> None:
+    for suite in (RingLatency, FusedOverUnfused, LaneLatency):
+        assert suite.setup_cache is VerifySuite.setup_cache
+
+
+def test_the_compiled_kernels_are_those_that_the_report_compiles() -> None:
+    from kda_tooling.compiling.specs import SPECS
+
+    compiled = {f"{target} {label} {spec.name}" for target, specs in SPECS.items() for spec in specs
+                for label in spec.labels}  # fmt: skip
+    assert set(CompiledKernel.params[0]) == compiled
+    assert set(Variants.params[0]) == set(SPECS)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "round"}, "kind is 'round'"),
         ({"hot": True}, "hot is True"),
         ({"dtype": "fp16"}, "dtype is 'fp16'"),
         ({"lower_bound": None}, "lower_bound is None"),
         ({"bias": False}, "bias is False"),
+        ({"indices_ready": True}, "indices_ready is True"),
         ({"shape": {"num_heads": 16, "num_v_heads": 16, "head_k_dim": 128, "head_v_dim": 128}}, "shape is"),
     ],
 )
 def test_a_sweep_of_something_else_is_refused(change: dict[str, Any], message: str, example: dict[str, Any]) -> None:
     example["settings"] |= change
     with pytest.raises(ValueError, match=f"here: {message}.*the history is about"):
-        source.cells_of(json.dumps(example), "here")
+        records.record_of(json.dumps(example), "here")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("regret", {"table": "H=16,HV=16,K=128,V=128,device_name=X,dtype=bfloat16.json"}, "the table is 'H=16"),
+        ("host-time", {"batch_size": 2}, "batch_size is 2"),
+        ("host-time", {"us_per_call": [{"op": "fold", "checked": None, "replayed": 1.0}]}, "fold: checked must be"),
+        ("host-time", {"us_per_call": [{"op": "fold", "checked": math.nan, "replayed": 1.0}]}, "checked must be with"),
+        ("host-time", {"us_per_call": 1}, "broken file of kind host-time"),
+        ("memory", {"modes": {}}, "broken file of kind memory"),
+        ("compile", {"kernels": [{"target": "sm90"}]}, "broken file of kind compile"),
+        ("compile", {"kernels": []}, "no cell"),
+        ("regret", {"machine": {}}, "machine: expected the keys"),
+    ],
+)
+def test_broken_files_are_refused_by_name(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        records.record_of(text_of(kind, **changes), "that.json")
+    assert "that.json" in str(raised.value)
+
+
+def test_a_part_of_the_kernels_says_nothing_of_their_number() -> None:
+    values = records.record_of(text_of("compile", whole=False), "here").values
+    assert ("sm90", "variants") not in values
+    assert ("sm90 fold K128-T4", "registers") in values
 
 
 def test_a_sweep_without_a_cell_of_the_suite_is_refused(example: dict[str, Any]) -> None:
     for cell in example["cells"]:
         cell["draft_tokens"] = 5
     with pytest.raises(ValueError, match="no cell of T in"):
-        source.cells_of(json.dumps(example), "here")
+        records.record_of(json.dumps(example), "here")
+
+
+def test_rounds_of_another_accept_length_are_left_out() -> None:
+    data = json.loads(text_of("round"))
+    data["cells"][0]["accept"] = 2
+    values = records.record_of(json.dumps(data), "here").values
+    assert {batch for _, _, batch in values} == {64}
 
 
 def test_a_missing_or_broken_file_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,7 +224,10 @@ def test_a_missing_or_broken_file_raises(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(FileNotFoundError):
         RingLatency().setup_cache()
     (tmp_path / "none.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a sweep"):
+    with pytest.raises(ValueError, match="is not a file that the history takes"):
+        RingLatency().setup_cache()
+    (tmp_path / "none.json").write_text("{")
+    with pytest.raises(ValueError, match=r"none\.json is not JSON"):
         RingLatency().setup_cache()
 
 
@@ -123,38 +244,73 @@ def test_without_gpu_and_file_every_cell_is_skipped_and_it_is_said(
 def test_with_a_gpu_the_sweep_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(benchmarks.SOURCE, raising=False)
     monkeypatch.setattr(source, "gpu_usable", lambda: True)
-    monkeypatch.setattr(source, "measure", EXAMPLE.read_text)
+    monkeypatch.setattr(source, "measure", lambda kind, folder: [EXAMPLE])
     assert RingLatency().setup_cache()["fused+ring", 4, 1] > 0
 
 
-def test_the_measuring_command_covers_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_gpu_is_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(benchmarks.SOURCE, raising=False)
+    monkeypatch.setattr(source, "gpu_usable", lambda: False)
+    assert set(source.measurable()) == {"memory", "compile"}
+    assert RingBytes().setup_cache() == {(64,): 64 * 2 * 2 + 64 * 4 + 4, (128,): 128 * 2 * 2 + 128 * 4 + 4}
+
+
+def test_the_measuring_commands_cover_the_suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from kda_tooling.bench.settings import SweepSettings
     from kda_tooling.cli import app
-    from kda_tooling.commands import sweep
+    from kda_tooling.commands import regret, sweep
+    from kda_tooling.tuning.settings import TuneSettings
 
-    reached: list[SweepSettings] = []
+    reached: list[Any] = []
 
-    def stop(settings: SweepSettings) -> None:
+    def stop(settings: Any, *rest: object) -> None:
         reached.append(settings)
         raise SystemExit(0)
 
     monkeypatch.setattr(sweep, "_require_gpu", lambda: None)
     monkeypatch.setattr(sweep, "_measure", stop)
-    CliRunner().invoke(app, source.sweep_arguments())
-    (settings,) = reached
-    assert settings.cells() == [(t, b) for t in benchmarks.DRAFT_TOKENS for b in benchmarks.BATCH_SIZES]
-    assert settings.lanes == benchmarks.LANES
-    described = {name: getattr(settings, name) for name in benchmarks.SETTINGS}
-    described["shape"] = vars(described["shape"])
-    assert described == benchmarks.SETTINGS
+    monkeypatch.setattr(regret, "require_gpu", lambda: None)
+    monkeypatch.setattr(regret, "_measure", stop)
+    grid = [(t, b) for t in benchmarks.DRAFT_TOKENS for b in benchmarks.BATCH_SIZES]
+    lanes: dict[str, set[str]] = {kind: set() for kind in records.SWEEPS}
+    for kind in (*records.SWEEPS, "regret"):
+        for command in source.commands(kind):
+            CliRunner().invoke(app, [*command, str(tmp_path / "out.json")])
+    assert len(reached) == 5
+    for settings in reached:
+        if isinstance(settings, SweepSettings):
+            assert settings.cells() == grid
+            described = {name: getattr(settings, name) for name in benchmarks.SETTINGS}
+            described["shape"] = vars(described["shape"])
+            assert described == benchmarks.SETTINGS
+            assert not any(getattr(settings, name) for name in benchmarks.UNSET)
+            assert settings.kind == "verify" or settings.accept == benchmarks.ACCEPT
+            chunked = {f"{lane} chunked" for lane in settings.lanes if "chunked" in settings.forms}
+            lanes[settings.kind] |= {*settings.lanes, *chunked}
+        else:
+            assert isinstance(settings, TuneSettings)
+            assert {(g.draft_tokens, b) for g in settings.groups() for b in settings.batch_sizes} == set(grid)
+            assert {str(group) for group in settings.groups()} == {
+                f"{form} {mode} T={t}" for form, mode in (("recurrent", "ring"), ("recurrent", "snapshots"),
+                ("chunked", "ring")) for t in benchmarks.DRAFT_TOKENS
+            }  # fmt: skip
+    assert lanes["verify"] == {*benchmarks.LANES, *benchmarks.OTHER_LANES}
+    assert lanes["round"] == set(benchmarks.ROUND_LANES)
+    assert lanes["commit"] == {"fused", "fused+ring"}
 
 
-def test_the_suite_imports_without_torch() -> None:
+def test_the_calls_are_those_that_host_time_makes() -> None:
+    known = {one["op"] for one in json.loads((ROOT / "docs" / "host-time.json").read_text())["us_per_call"]}
+    assert set(benchmarks.CALLS) <= known
+
+
+def test_the_suites_import_without_torch() -> None:
     """asv starts a process per benchmark and parameter; torch would take most of its time."""
+    modules = ", ".join(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py"))
     code = (
-        "import sys, benchmarks.ratios, benchmarks.ring_latency, benchmarks.store;"
+        f"import sys, {modules};"
         "sys.exit(any(m.split('.')[0] in ('torch', 'triton', 'kda_tooling') for m in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -166,60 +322,180 @@ def test_asv_configuration() -> None:
     assert config["results_dir"] == "benchmarks/results"
     assert config["env_dir"].startswith(".asv/")
     assert config["html_dir"].startswith(".asv/")
+    assert config["launch_method"] == "forkserver", "a process of its own per cell takes four times as long"
 
 
-def test_histories_are_per_gpu_model() -> None:
+def test_histories_are_per_gpu_model_or_compiler() -> None:
     assert store.machine_name("NVIDIA H200") == "NVIDIA_H200"
     assert store.machine_name("Some GPU/2 (80GB)") == "Some_GPU_2_80GB"
+    assert store.machine_name(records.record_of(text_of("compile"), "").machine) == "compiler_triton_0_0_1"
+    assert store.machine_name(records.record_of(text_of("memory"), "").machine) == "no_gpu"
 
 
-@pytest.mark.parametrize("commit", ["unknown", "0123456789ab+changes"])
-def test_a_sweep_of_an_uncommitted_tree_is_not_stored(commit: str, machine: Machine) -> None:
-    import dataclasses
-
-    with pytest.raises(ValueError, match="measure a committed tree"):
-        store.commit_of(dataclasses.replace(machine, commit=commit), None)
+def head() -> str:
+    return store.resolved("HEAD")
 
 
-def test_the_commit_must_exist(machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("commit", "message"),
+    [("unknown", "does not say at which commit"), (None, "does not say"), ("0123456789ab+changes", "committed tree")],
+)
+def test_a_file_of_an_uncommitted_tree_is_not_stored(commit: str | None, message: str, record: records.Record) -> None:
+    with pytest.raises(ValueError, match=message):
+        store.commit_of(dataclasses.replace(record, commit=commit), None)
+
+
+def test_the_commit_is_said_by_the_file_or_its_folder_or_the_caller(record: records.Record, tmp_path: Path) -> None:
+    silent, inside = dataclasses.replace(record, commit="unknown"), str(tmp_path / head()[:12] / "verify.json")
+    assert store.commit_of(dataclasses.replace(record, commit=head()[:12]), None) == head()
+    assert store.commit_of(dataclasses.replace(silent, where=inside), None) == head()
+    assert store.commit_of(silent, "HEAD") == head()
+    parent = store.resolved("HEAD^")
+    with pytest.raises(ValueError, match="one of them is wrong"):
+        store.commit_of(dataclasses.replace(record, commit=parent[:12], where=inside), None)
+
+
+def test_the_commit_must_exist(record: records.Record) -> None:
     with pytest.raises(ValueError, match="is no commit of this repository"):
-        store.commit_of(machine, "0" * 40)
+        store.commit_of(record, "0" * 40)
 
 
-def test_what_is_stored_names_the_measuring_machine_and_no_path(machine: Machine) -> None:
+def test_files_of_one_commit_and_other_versions_are_not_mixed(record: records.Record) -> None:
+    newer = dataclasses.replace(record, where="newer.json", measured=record.measured | {"triton": "3.9.9"})
+    groups, unusable = store.grouped([record, newer], "HEAD")
+    assert list(groups.values()) == [[record]]
+    (message,) = unusable
+    assert "newer.json" in message
+    assert "other versions" in message
+
+
+def test_what_is_stored_names_the_measuring_machine_and_no_path(record: records.Record) -> None:
     written = {
         "env_name": "existing-py_home_someone_bin_python", "python": "3.11", "durations": {"<build>": 1.0},
         "params": {"machine": "NVIDIA_H200", "python": "3.11"}, "results": {"a": [1]}, "commit_hash": "ab" * 20,
     }  # fmt: skip
-    data = store.normalised(written, machine)
+    data = asv_runs.normalised(written, record.measured)
     assert "someone" not in json.dumps(data)
     assert data["params"] == {"machine": "NVIDIA_H200", "python": "any"}
     assert (data["results"], data["commit_hash"]) == ({"a": [1]}, "ab" * 20)
-    assert data["measured"]["gpu"] == machine.gpu
+    assert data["measured"]["gpu"] == record.measured["gpu"]
+
+
+def stored(version: str = "1", triton: str = "3.6.0", **results: list[float]) -> dict[str, Any]:
+    return {
+        "result_columns": ["result", "params", "version"], "measured": {"triton": triton},
+        "results": {name: [values, [["1", "2"]], version] for name, values in results.items()},
+    }  # fmt: skip
+
+
+def test_a_later_file_of_a_commit_leaves_what_it_does_not_have() -> None:
+    both = asv_runs.merged(stored(a=[1.0, 2.0], b=[5.0, 5.0]), stored(a=[math.nan, 3.0], c=[7.0, 7.0]))["results"]
+    assert {name: row[0] for name, row in both.items()} == {"a": [1.0, 3.0], "b": [5.0, 5.0], "c": [7.0, 7.0]}
+
+
+def test_results_of_other_versions_are_replaced() -> None:
+    old = stored(a=[1.0, 2.0], b=[1.0, 1.0])
+    assert asv_runs.merged(old, new := stored(triton="3.7.1", a=[math.nan, 3.0])) == new
+    row = asv_runs.merged(old, stored(version="2", a=[math.nan, 3.0]))["results"]["a"]
+    assert math.isnan(row[0][0])
+
+
+def test_a_benchmark_without_any_value_is_not_stored() -> None:
+    kept = asv_runs.without_empty(stored(a=[math.nan, math.nan], b=[math.nan, 0.0]))
+    assert list(kept["results"]) == ["b"]
+
+
+def test_a_folder_of_commits_becomes_a_history(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One command, whatever lies in the folder: asv's own classes read what it wrote."""
+    from asv.results import iter_results
+
+    commits = [store.resolved(name) for name in ("HEAD", "HEAD^")]
+    for commit in commits:
+        folder = tmp_path / "measured" / commit[:12]
+        folder.mkdir(parents=True)
+        for kind in ("commit", "memory"):
+            shutil.copy(FILES / f"{kind}.json", folder)
+    (tmp_path / "measured" / "broken.json").write_text("{")
+    results = tmp_path / "results"
+    with pytest.raises(SystemExit) as stopped:
+        store.main(["--json", str(tmp_path / "measured"), "--results", str(results)])
+    assert stopped.value.code == 1
+    assert "broken.json is not JSON" in capfd.readouterr().err
+    found = {(one.params["machine"], one.commit_hash): one for one in iter_results(str(results))}
+    assert set(found) == {(machine, c) for machine in ("Invented_not_measured", "no_gpu") for c in commits}
+    one = found["Invented_not_measured", commits[0]]
+    name = "commit_latency.CommitLatency.track_commit"
+    assert set(one.get_all_result_keys()) == {name}
+    value = one.get_result_value(name, one.get_result_params(name))
+    assert [x for x in value if not math.isnan(x)] == pytest.approx([0.3 * (1 + 1 / 32), 0.9] * 2)
+    assert set(json.loads((results / "benchmarks.json").read_text())) >= {name, "ring_bytes.RingBytes.track_head_step"}
+
+    # again, with another file: what is there stays
+    shutil.rmtree(tmp_path / "measured")
+    store.main(["--json", str(FILES / "round.json"), "--commit", "HEAD", "--results", str(results)])
+    again = {one.commit_hash: one for one in iter_results(str(results)) if one.params["machine"] != "no_gpu"}
+    assert name in again[commits[0]].get_all_result_keys()
+    assert "round_latency.RoundLatency.track_round" in again[commits[0]].get_all_result_keys()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dry-run"], "--dry-run needs --json"),
-        ([], "no GPU here"),
+        (["--dry-run"], "--dry-run needs one --json"),
         (["--nonsense"], "unrecognized arguments"),
         (["--json", "none.json"], "none.json"),
-        (["--json", str(EXAMPLE)], "measure a committed tree"),
+        (["--json", str(EXAMPLE), "--keep", "x"], "--keep is for files measured here"),
     ],
 )
 def test_wrong_calls_store_nothing(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def must_not_run(*args: object) -> None:
-        raise AssertionError("asv was run")
-
-    monkeypatch.setattr(store, "gpu_usable", lambda: False)
     monkeypatch.setattr(store, "run_asv", must_not_run)
     with pytest.raises(SystemExit) as stopped:
         store.main(arguments)
     assert stopped.value.code not in (0, None)
     assert message in capsys.readouterr().err + str(stopped.value.code)
+
+
+def must_not_run(*args: object, **kwargs: object) -> None:
+    raise AssertionError("asv was run")
+
+
+def test_a_file_that_cannot_be_stored_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(store, "run_asv", must_not_run)
+    with pytest.raises(SystemExit) as stopped:
+        store.main(["--json", str(EXAMPLE)])
+    assert stopped.value.code == 1
+    assert f"not stored: {EXAMPLE} does not say at which commit" in capsys.readouterr().err
+
+
+def test_a_changed_tree_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_GIT_SHA", "unknown")
+    monkeypatch.setattr(store, "measure", must_not_run)
+    with pytest.raises(SystemExit, match="measure a committed tree"):
+        store.main([])
+
+
+def test_a_measurement_that_fails_is_said_and_the_others_are_stored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def measure(kind: str, folder: Path) -> None:
+        if kind == "compile":
+            raise subprocess.CalledProcessError(2, ["kda"])
+        shutil.copy(FILES / "memory.json", folder)
+
+    kept: list[str] = []
+    monkeypatch.setattr(store, "measurable", lambda: iter(("compile", "memory")))
+    monkeypatch.setattr(store, "measure", measure)
+    monkeypatch.setattr(store, "store", lambda group, machine, *rest: kept.append(machine) or Path("x"))
+    with pytest.raises(SystemExit) as stopped:
+        store.main(["--commit", "HEAD", "--keep", str(tmp_path)])
+    assert stopped.value.code == 1
+    assert kept == ["no_gpu"]
+    assert "not stored: compile" in capsys.readouterr().err
+    assert (tmp_path / head()[:12] / "memory.json").is_file()
 
 
 def test_a_benchmark_that_raises_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

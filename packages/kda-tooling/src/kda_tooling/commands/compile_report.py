@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 import time
@@ -108,7 +109,8 @@ def compile_report(
     # A pipe or a CI log has no width of its own, and a table squeezed into 80 columns drops figures.
     _print_tables(Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), measured)
     if json_file is not None:
-        json_file.write_text(json.dumps(_as_json(measured, problems, triton.__version__, seconds), indent=1) + "\n")
+        data = _as_json(measured, problems, triton.__version__, seconds) | {"whole": selection.everything}
+        json_file.write_text(json.dumps(data, indent=1) + "\n")
     console.print(f"{len(measured)} kernels compiled with triton {triton.__version__} in {seconds:.0f} s")
     if problems:
         for problem in problems:
@@ -164,8 +166,12 @@ def _print_tables(console: Console, measured: list[CompiledKernel]) -> None:
 
 
 def _as_json(measured: list[CompiledKernel], problems: list[str], version: str, seconds: float) -> dict[str, object]:
+    from kda_tooling.bench.machine import git_commit
+
     return {
         "triton": version,
+        "commit": git_commit(),
+        "date": datetime.date.today().isoformat(),
         "seconds": round(seconds, 1),
         "kernels": [
             {
