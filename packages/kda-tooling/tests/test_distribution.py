@@ -24,7 +24,7 @@ def test_typed() -> None:
 
 def test_every_subcommand_says_what_it_does() -> None:
     commands = typer.main.get_command(app).commands
-    names = "demo train-demo compile-report sweep accuracy host-time memory report doctor gate tune"
+    names = "demo train-demo compile-report sweep accuracy host-time memory report doctor gate tune regressions"
     assert set(commands) == set(names.split())
     for name, command in commands.items():
         assert command.get_short_help_str(), f"kda {name} has no help"

@@ -13,8 +13,10 @@ from kda_tooling.commands import (
     demo,
     doctor,
     gate,
+    gate_history,
     host_time,
     memory,
+    regressions,
     regret,
     report,
     sweep,
@@ -54,6 +56,8 @@ memory.register(app)
 doctor.register(app)
 gate.register(app)
 regret.register()
+regressions.register(app)
+gate_history.register()
 
 
 def _show_version(asked: bool) -> None:

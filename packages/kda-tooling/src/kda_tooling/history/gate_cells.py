@@ -1,0 +1,75 @@
+"""Which cell of which gate table a cell of the history is: the one place that knows both names.
+
+A benchmark states lane, T and B; what it does not state is what the suite is about, `DEFAULTS`. A parameter of one of
+the names below overrides its default, so that a benchmark may be added with, say, ``form`` or ``H`` of its own.
+``tests/test_history_gate_cells.py`` holds names and defaults to those of ``benchmarks/``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kda_backend.gate import OPTIONS, CellKey, Table
+from kda_backend.lanes import LANES, lane_mode
+from kda_kernels import KdaShape
+from kda_tooling.history.reading import CellName
+
+VERIFY_BENCHMARKS = ("ring_latency.RingLatency.track_verify",)
+"""asv's names of what times a verify per lane, us per layer: it decides cells of option "plain"."""
+
+ROUND_BENCHMARKS: tuple[str, ...] = ()
+"""The same of a round (verify on every layer, one commit): it decides cells of all other options."""
+
+DEFAULTS: Mapping[str, str] = {
+    "H": "8", "HV": "8", "K": "128", "V": "128", "dtype": "bfloat16", "gate": "safe", "form": "recurrent",
+    "option": OPTIONS[0],
+}  # fmt: skip
+NEEDED = ("lane", "T", "B")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class GatePlace(NamedTuple):
+    """A lane of a gate cell, and what its table is for."""
+
+    shape: KdaShape
+    dtype: str
+    key: CellKey
+    lane: str
+
+
+def machine_name(gpu: str) -> str:
+    """A GPU's name as asv's machine name, which is a folder's: histories are per GPU model."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_")
+
+
+def of_machine(table: Table, machine: str, gpu: str | None) -> bool:
+    """Whether a run on asv's ``machine``, whose device calls itself ``gpu`` if that is known, is on the table's."""
+    return gpu == table.device_name if gpu is not None else machine == machine_name(table.device_name)
+
+
+def gate_place(name: CellName, param_names: tuple[str, ...]) -> GatePlace | None:
+    """Where a history's cell belongs, or None: no latency of a lane, or of what no gate cell is for."""
+    if name.benchmark not in VERIFY_BENCHMARKS + ROUND_BENCHMARKS or len(param_names) != len(name.params):
+        return None
+    given = dict(zip(param_names, name.params, strict=True))
+    if any(one not in given for one in NEEDED):
+        return None
+    lane, *words = given["lane"].split()  # a sweep's column: the lane, then "chunked" and "fold-on-verify"
+    if lane not in LANES:
+        return None
+    said = dict(DEFAULTS)
+    if "chunked" in words:
+        said["form"] = "chunked"
+    if "fold-on-verify" in words:
+        said["option"] = "fold-on-verify"
+    said |= {one: given[one] for one in DEFAULTS if one in given}
+    try:
+        shape = KdaShape(*(int(said[one]) for one in ("H", "HV", "K", "V")))
+        key = CellKey(said["gate"], said["form"], lane_mode(lane), said["option"], int(given["T"]), int(given["B"]))
+    except (TypeError, ValueError):
+        return None
+    if (key.option == OPTIONS[0]) != (name.benchmark in VERIFY_BENCHMARKS):
+        return None
+    return GatePlace(shape, DTYPES.get(said["dtype"], said["dtype"]), key, lane)

@@ -1,0 +1,243 @@
+"""Closing cells of a gate table that the history overrules, and reopening those that win again."""
+
+from __future__ import annotations
+
+import difflib
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kda_backend.gate import Cell, CellKey, Closed, Table, dump_table, judged
+from kda_backend.gate.cells import LEAST_PASSES, lanes_of
+from kda_tooling.history.gate_cells import gate_place, of_machine
+from kda_tooling.history.reading import History, Run
+from kda_tooling.history.regressions import REGRESSION, Report
+
+RUNS_IN_A_ROW = 3
+"""Newest runs that all lose by the margin: enough without a regression, which an old or a slow change is not."""
+
+MOST_STATED = 10
+"""Commits that a closed cell states, the newest."""
+
+
+class Point(NamedTuple):
+    """Both lanes of a cell in one run: commit, its place in the history, microseconds."""
+
+    commit: str
+    position: int
+    unfused_us: float
+    fused_us: float
+
+    def loses(self, margin: float) -> bool:
+        """Whether fused takes more than unfused plus the margin."""
+        return self.fused_us > (1 + margin) * self.unfused_us
+
+    def wins(self, margin: float) -> bool:
+        """Whether fused wins by the margin; the rule of `kda_backend.gate.Cell.supported`."""
+        return self.fused_us < self.unfused_us and self.fused_us <= (1 - margin) * self.unfused_us
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the history has of one gate cell.
+
+    Args:
+        points: runs that measured both lanes, oldest first, one per commit.
+        source: where they are from, in words.
+        regressed: newest values that the detector compared, where it found the fused lane slower; 0 where not.
+    """
+
+    points: list[Point]
+    source: str
+    regressed: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """A cell of the table and what becomes of it.
+
+    Args:
+        key: of the cell.
+        action: "closed", "reopened" or "left".
+        why: in words.
+        points: runs that decided.
+    """
+
+    key: CellKey
+    action: str
+    why: str
+    points: tuple[Point, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        key = self.key
+        return {
+            "gate": key.gate, "form": key.form, "mode": key.mode, "option": key.option, "T": key.draft_tokens,
+            "B": key.batch, "action": self.action, "why": self.why,
+            "runs": [
+                {"commit": one.commit, "unfused_us": one.unfused_us, "fused_us": one.fused_us} for one in self.points
+            ],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A table and what it becomes."""
+
+    before: Table
+    after: Table
+    changes: list[Change]
+
+    @property
+    def changed(self) -> list[Change]:
+        """The changes that are some."""
+        return [one for one in self.changes if one.action != "left"]
+
+    def diff(self, name: str) -> str:
+        """Unified diff of the table's file ``name``; empty where nothing changes."""
+        before, after = (dump_table(table).splitlines(keepends=True) for table in (self.before, self.after))
+        return "".join(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=0)) if self.changed else ""
+
+
+def evidence(table: Table, report: Report) -> dict[CellKey, Evidence]:
+    """Gate cell -> what the history has of it, for the cells of this table that it has anything of."""
+    history = report.history
+    places = _positions(history)
+    slower = {
+        (one.machine, one.versions, one.name): one.window for one in report.findings if one.status == REGRESSION
+    }  # fmt: skip
+    found: dict[CellKey, Evidence] = {}
+    for runs in history.machines().values():
+        runs = [run for run in runs if of_machine(table, run.machine, run.gpu)]
+        for run in runs:
+            lanes = _lanes(table, history, run)
+            for key, (unfused, fused) in lanes.items():
+                name, us = fused
+                regressed = slower.get((run.machine, run.versions, name), 0)
+                one = found.setdefault(key, Evidence([], f"asv {run.machine} {name.benchmark}", regressed))
+                point = Point(run.commit, places[run.commit], unfused[1], us)
+                kept = [old for old in one.points if old.commit != run.commit]
+                found[key] = replace(one, points=[*kept, point], regressed=regressed)
+    return found
+
+
+def _positions(history: History) -> dict[str, int]:
+    return {commit: index for index, commit in enumerate(dict.fromkeys(run.commit for run in history.runs))}
+
+
+def _lanes(table: Table, history: History, run: Run) -> dict[CellKey, tuple[Any, Any]]:
+    """Key -> (unfused, fused), each (name, us), of the table's cells that ``run`` measured in both lanes."""
+    found: dict[CellKey, dict[str, Any]] = {}
+    for name, value in run.values.items():
+        about = history.described.get(name.benchmark)
+        place = None if about is None else gate_place(name, about.param_names)
+        if place is None or about is None or (place.shape, place.dtype) != (table.shape, table.dtype):
+            continue
+        if place.key in table.by_key and value.version == about.version and value.value and value.value > 0:
+            found.setdefault(place.key, {})[place.lane] = (name, value.value)
+    return {
+        key: (lanes[lanes_of(key.mode)[0]], lanes[lanes_of(key.mode)[1]])
+        for key, lanes in found.items()
+        if len(lanes) == 2
+    }
+
+
+def tighten(table: Table, report: Report, today: str) -> Revision:
+    """Close every cell that the table takes fused and the history shows to lose by the table's margin.
+
+    It loses where its newest run does, and either the detector finds the fused lane slower and the runs it compared
+    lose in the median, or the newest `RUNS_IN_A_ROW` runs all do.
+
+    Args:
+        table: to revise.
+        report: the history and its findings.
+        today: ISO date that closed cells state.
+    """
+
+    def close(cell: Cell, known: Evidence) -> tuple[Cell, Change] | str | None:
+        if table.verdict(cell) != lanes_of(cell.key.mode)[1]:
+            return None
+        losing = _last_while(known.points, lambda point: point.loses(table.margin))
+        if not losing:
+            return None
+        window = known.points[-known.regressed :] if known.regressed else []
+        regressed = bool(window) and statistics.median(one.fused_us / one.unfused_us for one in window) > (
+            1 + table.margin
+        )
+        if not regressed and len(losing) < RUNS_IN_A_ROW:
+            return f"loses in its newest {len(losing)} runs, without a regression: {RUNS_IN_A_ROW} in a row close it"
+        stated = losing[-MOST_STATED:]
+        closed = Closed(
+            known.source, tuple(one.commit[:12] for one in stated), tuple(one.unfused_us for one in stated),
+            tuple(one.fused_us for one in stated), today,
+        )  # fmt: skip
+        cause = "the fused lane regressed" if regressed else f"the newest {len(losing)} runs all lose"
+        why = f"{cause}: fused / unfused {_ratios(stated)}, more than {1 + table.margin:g}"
+        return judged(cell.key, cell.lanes, table.margin, closed), Change(cell.key, "closed", why, tuple(stated))
+
+    return _revised(table, report, close)
+
+
+def loosen(table: Table, report: Report) -> Revision:
+    """Reopen every closed cell whose newest two runs, both of commits after those that closed it, win by the margin.
+
+    Arguments as `tighten`.
+    """
+
+    def reopen(cell: Cell, known: Evidence) -> tuple[Cell, Change] | str | None:
+        if cell.closed is None:
+            return None
+        at = [point.position for point in known.points if point.commit.startswith(cell.closed.commits[-1])]
+        if not at:
+            return f"the history has no run of {cell.closed.commits[-1]}, the commit that closed it"
+        later = [point for point in known.points if point.position > at[-1]]
+        passes = _last_while(later, lambda point: point.wins(table.margin))[-LEAST_PASSES:]
+        if len(passes) < LEAST_PASSES:
+            return f"{len(passes)} of {LEAST_PASSES} runs in a row after {cell.closed.commits[-1]} win by the margin"
+        opened = judged(cell.key, cell.lanes, table.margin)
+        if opened.lane != lanes_of(cell.key.mode)[1]:
+            return "its own figures do not support the fused lane: kda tune measures it again"
+        why = f"wins again: fused / unfused {_ratios(passes)}, at most {1 - table.margin:g}"
+        return opened, Change(cell.key, "reopened", why, tuple(passes))
+
+    return _revised(table, report, reopen)
+
+
+def _revised(
+    table: Table, report: Report, rule: Callable[[Cell, Evidence], tuple[Cell, Change] | str | None]
+) -> Revision:
+    """The table with ``rule`` on every cell of which the history's newest run of this GPU has both lanes."""
+    known = evidence(table, report)
+    places = _positions(report.history)
+    newest = max(
+        (places[run.commit] for run in report.history.runs if of_machine(table, run.machine, run.gpu)), default=-1
+    )
+    cells, changes = [], []
+    for cell in table.cells:
+        about = known.get(cell.key)
+        outcome: tuple[Cell, Change] | str | None = None
+        if about is not None and about.points[-1].position == newest:
+            outcome = rule(cell, about)
+        elif about is not None and (stale := rule(cell, about)) is not None:
+            said = stale if isinstance(stale, str) else stale[1].why
+            outcome = f"not measured at the newest commit, so left as it is ({said})"
+        if isinstance(outcome, tuple):
+            cells.append(outcome[0])
+            changes.append(outcome[1])
+        else:
+            cells.append(cell)
+            changes += [Change(cell.key, "left", outcome)] if outcome else []
+    return Revision(table, replace(table, cells=tuple(cells)), changes)
+
+
+def _last_while(points: list[Point], holds: Callable[[Point], bool]) -> list[Point]:
+    """The longest run of points at the end that all hold, oldest first."""
+    first = len(points)
+    while first and holds(points[first - 1]):
+        first -= 1
+    return points[first:]
+
+
+def _ratios(points: Iterable[Point]) -> str:
+    return ", ".join(f"{one.fused_us / one.unfused_us:.3f} at {one.commit[:12]}" for one in points)

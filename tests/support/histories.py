@@ -1,0 +1,115 @@
+"""asv histories with invented figures, written by asv's own classes; with a git repository whose log orders them."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+DATE = "2026-11-29T12:00:00+00:00"
+MACHINE, GPU = "NVIDIA_H200", "NVIDIA H200"
+LATENCY = "ring_latency.RingLatency.track_verify"
+LANES, STEPS, BATCHES = ("unfused+ring", "fused+ring"), (4, 8), (1, 4, 16, 64)
+VERSIONS = {"gpu": GPU, "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0"}
+
+Place = tuple[Any, ...]
+Figures = Callable[[Place, int], float | None]
+"""Parameters and number of the commit -> value: None failed, NaN was skipped."""
+
+Params = Mapping[str, tuple[Any, ...]]
+RING: Params = {"lane": LANES, "T": STEPS, "B": BATCHES}
+
+
+class Repository:
+    """A folder with git commits and an asv results folder, ``results``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.results = folder, folder / "results"
+        self.results.mkdir(parents=True)
+        self.commits: list[str] = []
+        self.described: dict[str, Any] = {}
+        self._git("init", "--quiet", "--initial-branch", "main")
+
+    def _git(self, *arguments: str, **env: str) -> str:
+        identity = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        identity |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+        command = ["git", "-C", str(self.folder), *arguments]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, env=os.environ | identity | env
+        ).stdout.strip()
+
+    def commit(self, count: int = 1) -> list[str]:
+        """Make empty commits, all of one date: only the log knows their order."""
+        made = []
+        for _ in range(count):
+            number = len(self.commits)
+            self._git("commit", "--quiet", "--allow-empty", "-m", f"commit {number}", GIT_AUTHOR_DATE=DATE,
+                      GIT_COMMITTER_DATE=DATE)  # fmt: skip
+            self.commits.append(self._git("rev-parse", "HEAD"))
+            made.append(self.commits[-1])
+        return made
+
+    def describe(self, name: str = LATENCY, params: Params = RING, unit: str = "us", version: str = "1") -> None:
+        """Add a benchmark to benchmarks.json."""
+        self.described[name] = {
+            "name": name, "param_names": list(params), "params": [list(map(repr, one)) for one in params.values()],
+            "type": "track", "unit": unit, "version": version, "code": "",
+        }  # fmt: skip
+        (self.results / "benchmarks.json").write_text(json.dumps(self.described | {"version": 2}))
+
+    def record(
+        self,
+        number: int,
+        figures: Figures,
+        *,
+        name: str = LATENCY,
+        machine: str = MACHINE,
+        measured: Mapping[str, str] | None = None,
+        version: str | None = None,
+        spread: float = 0.0,
+    ) -> Path:
+        """Store the figures of commit ``number`` as asv would; the file."""
+        from asv.results import Results
+
+        about = self.described[name]
+        folder = self.results / machine
+        folder.mkdir(exist_ok=True)
+        (folder / "machine.json").write_text(json.dumps({"machine": machine, "version": 1}))
+        commit = self.commits[number]
+        path = folder / f"{commit[:8]}-replay.json"
+        results = Results({"machine": machine, "python": "any"}, {}, commit, 1_700_000_000_000, "any", "replay", {})
+        if path.exists():
+            results = Results.load(str(path))
+        names = [list(map(ast.literal_eval, one)) for one in about["params"]]
+        values = [figures(place, number) for place in itertools.product(*names)]
+        results._results[name] = values
+        results._benchmark_params[name] = about["params"]
+        results._benchmark_version[name] = version or about["version"]
+        results._stats[name] = [
+            {"q_25": value * (1 - spread), "q_75": value * (1 + spread)}
+            if spread and value is not None and math.isfinite(value)
+            else None
+            for value in values
+        ]
+        results.save(str(self.results))
+        data = json.loads(path.read_text()) | {"measured": dict(VERSIONS if measured is None else measured)}
+        path.write_text(json.dumps(data))
+        return path
+
+    def history(self, count: int, figures: Figures, **given: Any) -> None:
+        """Make ``count`` commits and store the figures of each."""
+        for _ in range(count):
+            self.commit()
+            self.record(len(self.commits) - 1, figures, **given)
+
+
+def wobble(number: int, place: Place, share: float = 0.003) -> float:
+    """A factor near 1 that looks like noise and is the same every time."""
+    seed = hash((number, *(ord(letter) for one in place for letter in str(one))))
+    return 1 + share * math.sin(seed % 9973)
