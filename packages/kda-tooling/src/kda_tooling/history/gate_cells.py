@@ -16,11 +16,14 @@ from kda_backend.lanes import LANES, lane_mode
 from kda_kernels import KdaShape
 from kda_tooling.history.reading import CellName
 
-VERIFY_BENCHMARKS = ("ring_latency.RingLatency.track_verify",)
+VERIFY_BENCHMARKS = ("ring_latency.RingLatency.track_verify", "lane_latency.LaneLatency.track_verify")
 """asv's names of what times a verify per lane, us per layer: it decides cells of option "plain"."""
 
 ROUND_BENCHMARKS: tuple[str, ...] = ()
-"""The same of a round (verify on every layer, one commit): it decides cells of all other options."""
+"""The same of a round (verify on every layer, one commit) with a pool's option, which decides the cells of options.
+
+None yet: the suite's rounds are plain, and there a verify decides.
+"""
 
 DEFAULTS: Mapping[str, str] = {
     "H": "8", "HV": "8", "K": "128", "V": "128", "dtype": "bfloat16", "gate": "safe", "form": "recurrent",

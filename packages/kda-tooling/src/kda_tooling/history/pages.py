@@ -14,6 +14,9 @@ from kda_tooling.terminal import plain, printable
 SHOWN = 200
 """Rows of a printed or Markdown table; JSON has all."""
 
+LISTED = 6
+"""Cells that are named where many are lost alike."""
+
 
 def shown(value: float | None) -> str:
     """A figure with four digits; a dash for none."""
@@ -77,24 +80,26 @@ def show(report: Report, console: Console) -> None:
             grid.add_column(column, overflow="fold")
         for one in found[:SHOWN]:
             limit = 2 - (one.threshold or 1) if status == IMPROVEMENT else one.threshold
-            cells = (one.name.benchmark, one.cell, one.machine, _with_unit(one.before, one), _with_unit(one.after, one))
-            grid.add_row(*map(plain, (*cells, ratio(one), shown(limit), commits(one))))
+            figures = _with_unit(one.before, one), _with_unit(one.after, one), ratio(one), shown(limit)
+            grid.add_row(*map(plain, (one.name.benchmark, one.cell, one.machine, *figures, commits(one))))
         console.print(grid)
         _rest(len(found), console)
-    lost = report.of(LOST)
-    for one in lost[:SHOWN]:
-        text = f"{one.machine}: {one.name.benchmark} ({one.cell}) {one.said}"
-        console.print(f"[red]lost[/red] {plain(text)}", highlight=False, soft_wrap=True)
-    _rest(len(lost), console)
-    said: dict[str, int] = {}
-    for one in report.of(UNJUDGED):
-        text = f"{one.machine}: {one.name.benchmark} {one.said}"
-        said[text] = said.get(text, 0) + 1
-    for text, count in sorted(said.items()):
-        console.print(f"[dim]not judged[/dim] {plain(text)}: {count} cells", highlight=False, soft_wrap=True)
+    for colour, status in (("red", LOST), ("dim", UNJUDGED)):
+        for text, cells in _grouped(report.of(status)).items():
+            listed = "; ".join(cells[:LISTED]) + f" and {len(cells) - LISTED} more" * (len(cells) > LISTED)
+            line = f"{text}: {len(cells)} cells" + f" ({listed})" * (status == LOST)
+            console.print(f"[{colour}]{status}[/{colour}] {plain(line)}", highlight=False, soft_wrap=True)
     for note in report.notes:
         console.print(plain(note), highlight=False, style="dim", soft_wrap=True)
     console.print(plain(summary(report)), highlight=False, soft_wrap=True)
+
+
+def _grouped(findings: list[Finding]) -> dict[str, list[str]]:
+    """Machine, benchmark and what is said -> the cells."""
+    found: dict[str, list[str]] = {}
+    for one in findings:
+        found.setdefault(f"{one.machine}: {one.name.benchmark} {one.said}", []).append(one.cell)
+    return dict(sorted(found.items()))
 
 
 def _with_unit(value: float | None, finding: Finding) -> str:
@@ -122,12 +127,14 @@ def markdown(report: Report) -> str:
             texts = (one.name.benchmark, one.cell, one.machine, _with_unit(one.before, one), _with_unit(one.after, one),
                      ratio(one), shown(one.threshold), commits(one))  # fmt: skip
             lines.append(f"| {' | '.join(map(_cell, texts))} |")
-    if report.of(LOST):
-        lines += ["", "| lost | cell | machine | why |", "|---|---|---|---|"]
-        for one in report.of(LOST)[:SHOWN]:
-            why = (one.name.benchmark, one.cell, one.machine, one.said)
-            lines.append(f"| {' | '.join(map(_cell, why))} |")
-    if max(len(found), len(report.of(LOST))) > SHOWN:
+    lost = _grouped(report.of(LOST))
+    if lost:
+        lines += ["", "| lost | cells | the first |", "|---|---|---|"]
+        lines += [
+            f"| {_cell(text)} | {len(cells)} | {_cell('; '.join(cells[:LISTED]))} |"
+            for text, cells in list(lost.items())[:SHOWN]
+        ]
+    if max(len(found), len(lost)) > SHOWN:
         lines += ["", f"The first {SHOWN} of each are shown; `kda regressions --json` has them all."]
     if report.history.problems:
         lines += ["", "Files that could not be used:", ""]

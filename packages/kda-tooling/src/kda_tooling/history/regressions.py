@@ -15,8 +15,8 @@ from kda_tooling.history.reading import CellName, Described, History, Run
 REGRESSION, LOST, IMPROVEMENT, UNJUDGED, FINE = "regression", "lost", "improvement", "not judged", "fine"
 STATUSES = (REGRESSION, LOST, IMPROVEMENT, UNJUDGED, FINE)
 
-TIMED_UNITS = ("us", "ms", "ns", "s", "seconds", "ratio", "share", "%", "")
-"""First words of units of what is timed. All others are counts, which have no noise between runs."""
+COUNTED_UNITS = ("registers", "bytes", "instructions", "shuffles", "kernels")
+"""Units of what is counted and has no noise between runs. Everything else is timed."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def _finite(value: float | None) -> bool:
 
 def _detector(about: Described | None, baseline: int) -> Detector:
     unit = "" if about is None else about.unit
-    timed = (unit.split() or [""])[0] in TIMED_UNITS
-    return Detector(baseline) if timed else Detector(baseline, floor=0.0, least=COUNTED_LEAST)
+    counted = unit.split()[:1] and unit.split()[0] in COUNTED_UNITS
+    return Detector(baseline, floor=0.0, least=COUNTED_LEAST) if counted else Detector(baseline)
 
 
 def _judged(
