@@ -46,6 +46,9 @@ SGLANG_TESTS = (
     *(f"tests/test_sglang_{name}.py" for name in ("adapters", "gate", "peer", "stand_in")),
 )
 
+# Names of browsers that the dashboard's test can drive.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
 # One thread per process: the test workers share two cores, and Triton's interpreter is single-threaded anyway.
 Env = dict[str, str | None]
 INTERPRETED: Env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -196,6 +199,21 @@ def bench_smoke(session: nox.Session) -> None:
     """Run every asv benchmark once on invented files and store nothing; fails when a benchmark raises."""
     example = str(ROOT / "tests" / "data" / "history")
     DevEnvironment.python(session, "-m", "benchmarks.store", "--dry-run", "--json", example, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def dashboard(session: nox.Session) -> None:
+    """The history as a page in .asv/html that opens without a network; npm brings its scripts, once."""
+    DevEnvironment.python(session, "-m", "benchmarks.dashboard", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def dashboard_test(session: nox.Session) -> None:
+    """Open the dashboard in a real browser without a network; fails where there is no Chromium or Chrome."""
+    if not any(map(shutil.which, BROWSERS)):
+        session.error(f"there is no browser on the PATH: install one of {', '.join(BROWSERS)}")
+    DevEnvironment.python(session, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *group("browser"))
+    DevEnvironment.python(session, "-m", "pytest", "tests/test_dashboard_browser.py", *session.posargs, env=INTERPRETED)
 
 
 def install_wheels(session: nox.Session, *packages: Path, constraints: Path = CONSTRAINTS) -> None:

@@ -1,0 +1,132 @@
+"""The dashboard in a real browser without a network: `nox -s dashboard_test`. Skipped where there is no browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import dashboard
+from tests.support.histories import LATENCY, Repository, wobble
+
+ROOT = Path(__file__).parent.parent
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: nox -s dashboard_test")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = os.environ.get("KDA_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser on the PATH: none of {', '.join(NAMES)}")
+
+SLOW = ("fused+ring", 4, 16)
+
+
+def figures(place: tuple[Any, ...], number: int) -> float:
+    """A latency; that of one cell grows by 30 % at the fifth of eight commits."""
+    return 5.0 * wobble(number, place, 0.001) * (1.3 if place == SLOW and number >= 4 else 1.0)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dashboard of eight invented commits."""
+    folder = tmp_path_factory.mktemp("dashboard")
+    repository = Repository(folder / "repository")
+    repository.describe()
+    repository.history(8, figures)
+    return dashboard.build(repository.folder, repository.results, folder / "html")
+
+
+class Page:
+    """A page opened from the folder, offline, with everything that went wrong while it was shown."""
+
+    def __init__(self, index: Path, page: Any) -> None:
+        self.index, self.page, self.wrong = index, page, []
+        page.on("requestfailed", lambda request: self.wrong.append(f"failed: {request.url}"))
+        page.on("request", self._asked)
+        page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
+        page.on("console", lambda line: line.type == "error" and self.wrong.append(f"console: {line.text}"))
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith(("file:", "data:")):
+            self.wrong.append(f"asked the network: {request.url}")
+
+    def open(self, where: str) -> Any:
+        """Show a part of the page anew."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.index.as_uri()}#{where}")
+        return self.page
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def opened(chromium: Any, index: Path) -> Page:
+    context = chromium.new_context(offline=True, viewport={"width": 1400, "height": 900})
+    return Page(index, context.new_page())
+
+
+@pytest.fixture
+def shown(chromium: Any, planted: Path) -> Iterator[Page]:
+    page = opened(chromium, planted)
+    yield page
+    assert page.wrong == []
+    page.page.context.close()
+
+
+PAINTED = """canvas => {
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const colours = new Set();
+  for (let i = 0; i < pixels.length; i += 4)
+    if (pixels[i + 3] > 200) colours.add([pixels[i], pixels[i + 1], pixels[i + 2]].join());
+  return colours.size;
+}"""
+
+
+def test_the_grid_shows_each_benchmark_with_its_line(shown: Page) -> None:
+    page = shown.open("/")
+    tile = page.locator("#summarygrid-display .benchmark-container", has_text="RingLatency.track_verify")
+    tile.locator("canvas.flot-base").wait_for()
+    assert tile.count() == 1
+    page.wait_for_timeout(500)
+    assert tile.locator("canvas.flot-base").evaluate(PAINTED) > 3
+
+
+def test_a_graph_shows_the_commits_of_a_cell(shown: Page) -> None:
+    page = shown.open(f"{LATENCY}?p-lane='fused%2Bring'&p-T=4&p-B=16")
+    canvas = page.locator("#main-graph canvas.flot-base")
+    canvas.wait_for()
+    page.wait_for_timeout(500)
+    assert canvas.evaluate(PAINTED) > 3
+    points = page.evaluate("() => $('#main-graph').data('plot').getData().map(line => line.data.length)")
+    assert points == [8]
+
+
+def test_the_regression_list_names_the_slower_cell_and_its_commit(shown: Page) -> None:
+    page = shown.open("/regressions")
+    row = page.locator("#regressions-display table tbody tr", has_text="RingLatency")
+    row.first.wait_for()
+    (text,) = row.all_inner_texts()
+    assert "'fused+ring', 4, 16" in text
+    assert "1.30x" in text
+
+
+def test_the_repositorys_own_history_opens(chromium: Any, tmp_path: Path) -> None:
+    """What `nox -s dashboard` makes; with KDA_SCREENSHOT, its picture is kept."""
+    page = opened(chromium, dashboard.build(ROOT, ROOT / "benchmarks" / "results", tmp_path / "html"))
+    for where, content in (
+        ("/", "#summarygrid-display canvas.flot-base"), ("/summarylist", "#summarylist-body table tbody tr"),
+        (LATENCY, "#main-graph canvas.flot-base"),
+    ):  # fmt: skip
+        shown = page.open(where)
+        shown.locator(content).first.wait_for()
+    shown.wait_for_timeout(1000)
+    picture = os.environ.get("KDA_SCREENSHOT")
+    if picture:
+        shown.screenshot(path=picture)
+    assert page.wrong == []
