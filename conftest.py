@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ else:
     settings.load_profile("repository")
 
 NOT_RUN = pytest.StashKey[int]()
+WRITTEN = pytest.StashKey[float]()
+FACTS = pytest.StashKey[dict[str, object]]()
+SECONDS_BETWEEN_SUMMARIES = 10.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +57,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def device() -> str:
     """Where tensors of a test live: "cuda" when kernels run compiled on a GPU, else "cpu"."""
     return "cuda" if RUNS_GPU_TESTS else "cpu"
+
+
+REPORTER: pytest.TerminalReporter | None = None
+"""Of the process that writes --summary-json: a run's workers, which have none, do not."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Find the reporter that counts outcomes."""
+    global REPORTER
+    config = session.config
+    if config.getoption("--summary-json") is not None and not hasattr(config, "workerinput"):
+        REPORTER = config.pluginmanager.get_plugin("terminalreporter")
 
 
 @pytest.hookimpl(trylast=True)
@@ -82,20 +99,41 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     node.config.stash[NOT_RUN] = max(count, node.config.stash.get(NOT_RUN, 0))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep the summary file up to date, so that a run that is stopped from outside leaves its counts."""
+    if report.when != "teardown" or REPORTER is None:
+        return
+    if time.monotonic() - REPORTER.config.stash.get(WRITTEN, -SECONDS_BETWEEN_SUMMARIES) >= SECONDS_BETWEEN_SUMMARIES:
+        write_summary(REPORTER, None)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """Say how many gpu tests were not run and why; write the summary file if asked."""
     not_run = config.stash.get(NOT_RUN, 0)
     if not_run:
         why = "TRITON_INTERPRET is set" if HAS_CUDA else "no CUDA device"
         terminalreporter.write_line(f"{not_run} gpu tests not run here: {why}", yellow=True, bold=True)
-    path: Path | None = config.getoption("--summary-json")
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-        counts = {outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in outcomes}
-        summary = run_facts(config) | {"exit_status": int(exitstatus), **counts, "gpu_tests_not_run": not_run}
-        path.write_text(json.dumps(summary, indent=2) + "\n")
-        terminalreporter.write_line(f"summary written to {path}")
+    if REPORTER is not None:
+        write_summary(terminalreporter, int(exitstatus))
+        terminalreporter.write_line(f"summary written to {config.getoption('--summary-json')}")
+
+
+def write_summary(reporter: pytest.TerminalReporter, exit_status: int | None) -> None:
+    """Write --summary-json; ``exit_status`` is None while tests run, and stays so in a run that was stopped."""
+    config = reporter.config
+    if FACTS not in config.stash:
+        config.stash[FACTS] = run_facts(config)
+    outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+    counts = {outcome: len(reporter.stats.get(outcome, [])) for outcome in outcomes}
+    not_run = {"gpu_tests_not_run": config.stash.get(NOT_RUN, 0)}
+    path: Path = config.getoption("--summary-json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config.stash[FACTS] | {"exit_status": exit_status} | counts | not_run, indent=2) + "\n"
+    whole = path.with_name(path.name + ".partial")
+    whole.write_text(text)
+    whole.replace(path)
+    config.stash[WRITTEN] = time.monotonic()
 
 
 def run_facts(config: pytest.Config) -> dict[str, object]:

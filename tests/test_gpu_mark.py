@@ -64,3 +64,38 @@ def test_asking_for_gpu_tests_alone_is_not_a_success(suite: Path) -> None:
     result = run(suite, "-m", "gpu")
     assert result.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
     assert "3 gpu tests not run here: no CUDA device" in result.stdout
+
+
+STOPPED = """
+import os
+import signal
+
+
+def test_done():
+    pass
+
+
+def test_the_run_is_stopped_from_outside():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_is_stopped_leaves_its_counts(suite: Path) -> None:
+    (suite / "tests" / "test_suite.py").write_text(STOPPED)
+    result = run(suite, "--summary-json", "summary.json")
+    assert result.returncode == -9
+    summary = json.loads((suite / "summary.json").read_text())
+    assert (summary["exit_status"], summary["passed"], summary["git_sha"]) == (None, 1, "0123abc")
+
+
+def test_workers_leave_the_summary_to_the_run(suite: Path) -> None:
+    (suite / "tests" / "test_suite.py").write_text(
+        "from pathlib import Path\n\n\n"
+        "def test_a_worker_has_no_reporter(pytestconfig):\n"
+        "    (conftest,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, 'write_summary'))\n"
+        "    Path('reporter.txt').write_text(str(conftest.REPORTER))\n"
+    )
+    result = run(suite, "-n", "1", "--summary-json", "summary.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (suite / "reporter.txt").read_text() == "None"
+    assert json.loads((suite / "summary.json").read_text())["passed"] == 1
