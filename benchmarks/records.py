@@ -6,7 +6,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from . import (
     SHAPE,
     TURNS,
     UNSET,
+    Key,
     Values,
 )  # fmt: skip
 
@@ -52,6 +53,7 @@ class Record:
         commit: of the measured code, as the file says; None where it says nothing.
         measured: what the file says about machine, versions and date.
         values: the suite's cells that it has.
+        passes: of a sweep, every pass of each cell.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Record:
     commit: str | None
     measured: dict[str, Any]
     values: Values
+    passes: dict[Key, list[float]] = field(default_factory=dict)
 
 
 def kind_of(data: Any, where: str) -> str:
@@ -193,12 +196,14 @@ def _sweep(kind: str, text: str, where: str) -> Record:
     result: SweepResult = parse_results(text, where)
     check_settings(result.settings, where)
     lanes = {"verify": (*LANES, *OTHER_LANES), "round": ROUND_LANES, "commit": MODES}[kind]
-    values: Values = {}
-    for cell in result.cells:
-        if _in_grid(cell):
-            arms = {lane: cell.best(OURS, lane=lane) for lane in lanes}
-            values |= {(lane, cell.draft_tokens, cell.batch): arm.median_us for lane, arm in arms.items() if arm}
-    return _of_gpu(kind, where, result.machine, values)
+    arms = {
+        (lane, cell.draft_tokens, cell.batch): arm
+        for cell in result.cells if _in_grid(cell)
+        for lane in lanes if (arm := cell.best(OURS, lane=lane)) is not None
+    }  # fmt: skip
+    values: Values = {key: arm.median_us for key, arm in arms.items()}
+    passes: dict[Key, list[float]] = {key: arm.passes_us for key, arm in arms.items()}
+    return replace(_of_gpu(kind, where, result.machine, values), passes=passes)
 
 
 def _in_grid(cell: Cell) -> bool:

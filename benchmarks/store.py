@@ -21,6 +21,7 @@ from typing import Any
 from .asv_runs import ENVIRONMENT, ROOT, merged, normalised, run_asv, same_versions, without_empty
 from .records import KINDS, NO_GPU, Record, files_in, load, record_of
 from .source import measurable, measure
+from .spread import with_spread
 
 RESULTS = ROOT / "benchmarks" / "results"
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
@@ -122,7 +123,8 @@ def store(group: list[Record], machine: str, commit: str, results: Path) -> Path
         kinds = sorted({record.kind for record in group})
         run_asv(source, machine, written, "--set-commit-hash", commit, kinds=kinds)
         (result,) = Path(written, machine).glob("*-existing*.json")
-        data = without_empty(normalised(json.loads(result.read_text()), measured_by(group)))
+        data = with_spread(normalised(json.loads(result.read_text()), measured_by(group)), group)
+        data = without_empty(data)
         target = results / machine / f"{result.name.partition('-')[0]}-{ENVIRONMENT}.json"
         if target.is_file():
             try:

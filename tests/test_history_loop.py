@@ -173,6 +173,16 @@ def test_wins_with_a_loss_between_are_not_two_passes(repository: Repository, tab
     run("gate", "loosen", table, "--results", repository.results, "--apply", code=1)
 
 
+def test_a_closing_commit_measured_again_is_no_later_pass(repository: Repository, table: Path) -> None:
+    repository.history(8, figures(range(7, 8)))
+    run("gate", "tighten", table, "--results", repository.results, "--apply", code=1)
+    repository.record(7, figures(range(0)))
+    repository.history(1, figures(range(0)))
+    run("gate", "loosen", table, "--results", repository.results, "--apply", code=0)
+    repository.history(1, figures(range(0)))
+    run("gate", "loosen", table, "--results", repository.results, "--apply", code=1)
+
+
 def test_two_runs_that_lose_without_a_step_close_nothing_and_three_do(repository: Repository, table: Path) -> None:
     """The table is wrong about two cells that never changed: only runs in a row say so."""
     always = figures(range(0, 99))
