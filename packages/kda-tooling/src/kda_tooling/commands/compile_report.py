@@ -6,7 +6,7 @@ import datetime
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +19,11 @@ from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
     from kda_tooling.compiling.report import CompiledKernel, JobResult
-    from kda_tooling.compiling.specs import Selection
+    from kda_tooling.compiling.specs import Selection, Specs
 
 BUDGET = Path("benchmarks/compile-budget.json")
+TABLE_BUDGET = Path("benchmarks/table-budget.json")
+PACKAGED = "packaged"
 PIPE_WIDTH = 170
 
 
@@ -55,7 +57,17 @@ def compile_report(
     write: Annotated[
         bool, typer.Option("--write-budget", help="Write what was measured, plus a small slack, as the new budget.")
     ] = False,
-    budget: Annotated[Path, typer.Option(help="The budget file.")] = BUDGET,
+    budget: Annotated[
+        Path | None,
+        typer.Option(help=f"The budget file; default: {BUDGET}, with --tables {TABLE_BUDGET}.", show_default=False),
+    ] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help=f"Compile what the gate tables there name instead; '{PACKAGED}': kda-backend's own."
+        ),
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Only what the budget has no entry for yet.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Compiling processes; default: one per core.", min=1)] = None,
 ) -> None:
@@ -66,10 +78,13 @@ def compile_report(
     command could not do what was asked.
     """
     console = Console(stderr=True)
+    budget = budget or (BUDGET if tables is None else TABLE_BUDGET)
     if check and write:
         raise refuse("--check", "excludes --write-budget: check first, then write if it is meant.")
     if json_file is not None:
         check_output_file("--json", json_file)
+    if new and check:
+        raise refuse("--new", "compiles what the budget lacks, --check compares with the budget: give one of them.")
     if check or write:
         check_distinct({"--budget": budget, "--json": json_file})
     if write:
@@ -81,18 +96,22 @@ def compile_report(
 
     from kda_tooling.compiling.budget import BudgetError, load_budget, over_budget, write_budget
     from kda_tooling.compiling.report import compiled_kernels
-    from kda_tooling.compiling.specs import Selection
+    from kda_tooling.compiling.specs import SPECS, Selection
+    from kda_tooling.compiling.tables import not_in
 
     try:
-        selection = Selection(tuple(target or ()), tuple(kernel or ()), tuple(config or ()))
+        source = SPECS if tables is None else _specs_of_tables(tables)
+        selection = Selection(tuple(target or ()), tuple(kernel or ()), tuple(config or ()), source)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
         # A partial write keeps the other entries, so it must be able to read them.
-        kept = write and not selection.everything and budget.exists()
+        kept = (write and not selection.everything and budget.exists()) or (new and budget.exists())
         limits = load_budget(budget, triton.__version__) if check or kept else {}
     except BudgetError as error:
         raise refuse("--budget", str(error)) from None
+    if new:
+        selection = replace(selection, source=not_in(limits, source))
     start = time.perf_counter()
     results = _compile_with_progress(console, selection, jobs)
     seconds = time.perf_counter() - start
@@ -101,7 +120,7 @@ def compile_report(
     problems += [f"{k.target} {k.kernel} {k.config}: {rule}" for k in measured for rule in k.broken]
     if write and not problems:
         try:
-            write_budget(budget, measured, triton.__version__, selection)
+            write_budget(budget, measured, triton.__version__, selection, keep=new)
         except BudgetError as error:
             raise refuse("--budget", str(error)) from None
     if check:
@@ -126,6 +145,17 @@ def compile_report(
         console.print(f"within the budget {plain(budget)}")
     if write:
         console.print(f"wrote {plain(budget)}")
+
+
+def _specs_of_tables(folder: str) -> Specs:
+    """What the tables in ``folder`` name; it, or the option, is refused where they cannot be read."""
+    from kda_backend.gate.folders import PACKAGED as OWN
+    from kda_tooling.compiling.tables import load_tables, table_specs
+
+    path = Path(OWN if folder == PACKAGED else folder)
+    if not path.is_dir():
+        raise refuse("--tables", f"{folder} is no folder.")
+    return table_specs(load_tables(path))
 
 
 def _compile_with_progress(console: Console, selection: Selection, jobs: int | None) -> list[JobResult]:

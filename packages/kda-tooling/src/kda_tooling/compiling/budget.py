@@ -72,15 +72,18 @@ def _check_limits(limits: Any) -> None:
     check(limits, 0, "limits")
 
 
-def write_budget(path: Path, measured: Iterable[CompiledKernel], triton_version: str, selection: Selection) -> None:
-    """Write limits for ``measured``; entries that ``selection`` did not ask for stay.
+def write_budget(
+    path: Path, measured: Iterable[CompiledKernel], triton_version: str, selection: Selection, *, keep: bool = False
+) -> None:
+    """Write limits for ``measured``; entries that ``selection`` did not ask for stay, with ``keep`` all others.
 
     Raises:
         BudgetError: entries must stay but were written for another Triton version.
     """
-    limits: Limits = {} if selection.everything or not path.exists() else load_budget(path, triton_version)
+    whole = selection.everything and not keep
+    limits: Limits = {} if whole or not path.exists() else load_budget(path, triton_version)
     for target, kernel, config in list(_entries(limits)):
-        if selection.covers(target, kernel, config):
+        if not keep and selection.covers(target, kernel, config):
             del limits[target][kernel][config]
     for one in measured:
         stats = one.stats.to_dict()

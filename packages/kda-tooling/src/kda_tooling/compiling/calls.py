@@ -47,7 +47,7 @@ def call(spec: CompileSpec) -> None:
 
 
 def _shape(spec: CompileSpec) -> KdaShape:
-    return KdaShape(*spec.heads, spec.head_dim, spec.head_dim)
+    return KdaShape(*spec.heads, spec.head_dim, spec.head_v_dim or spec.head_dim)
 
 
 def _config(spec: CompileSpec) -> LaunchConfig:

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from kda_tooling.compiling.rules import Inspection
-from kda_tooling.compiling.specs import SPECS, Selection
+from kda_tooling.compiling.specs import CompileSpec, Selection
 from kda_tooling.compiling.stats import CodeStats
 from kda_tooling.cores import usable_cores
 
@@ -51,13 +51,13 @@ class JobResult:
     seconds: float
 
 
-def _compile_job(target: str, index: int) -> JobResult:
-    """Runs in a worker, which imports Triton without the interpreter. ``index`` counts the target's specs."""
+def _compile_job(target: str, spec: CompileSpec) -> JobResult:
+    """Runs in a worker, which imports Triton without the interpreter."""
     from kda_kernels.aot import capture
     from kda_tooling.compiling.rules import inspect
     from kda_tooling.compiling.stats import code_stats
 
-    spec, start = SPECS[target][index], time.perf_counter()
+    start = time.perf_counter()
     try:
         with capture(target) as compiled:
             spec.call()
@@ -99,14 +99,14 @@ def compile_all(
 ) -> list[JobResult]:
     """Compile what ``selection`` asks for in ``jobs`` processes (None: one per core).
 
-    Results come in the order of `kda_tooling.compiling.specs.SPECS`; ``on_start`` gets the number of configurations,
+    Results come in the order of the selection's specs; ``on_start`` gets the number of configurations,
     ``on_done`` each result as it arrives.
     """
     order = selection.specs()
     on_start(len(order))
     # Long compilations first, so that no core is left alone with one at the end.
     queue = sorted(order, key=lambda job: -_relative_cost(*job))
-    results: dict[tuple[str, int], JobResult] = {}
+    results: dict[tuple[str, CompileSpec], JobResult] = {}
     context = multiprocessing.get_context("spawn")
     workers = min(jobs or usable_cores(), len(order) or 1)
     with _without_interpreter(), ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -117,8 +117,7 @@ def compile_all(
     return [results[job] for job in order]
 
 
-def _relative_cost(target: str, index: int) -> int:
-    spec = SPECS[target][index]
+def _relative_cost(target: str, spec: CompileSpec) -> int:
     return spec.draft_tokens**2 * (3 if spec.op == "verify_fused" else 1)
 
 

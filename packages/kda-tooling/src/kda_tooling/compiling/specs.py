@@ -7,7 +7,8 @@ enough that checking all of it takes about two minutes on two cores.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kda_kernels import LaunchConfig
@@ -58,7 +59,8 @@ class CompileSpec:
         op: public op of kda_kernels.
         record: "ring" or "snapshots" for verify, "" for the commit ops.
         heads: (H, HV).
-        head_dim: K and V.
+        head_dim: K, and V unless it has its own.
+        head_v_dim: V, where it is not K.
         draft_tokens: T; the ring length too.
         dtype: activation dtype, "bf16" or "fp16".
         fp32_weight: conv weight (and bias) in fp32 instead of the activation dtype.
@@ -80,6 +82,7 @@ class CompileSpec:
     record: str = ""
     heads: tuple[int, int] = (8, 8)
     head_dim: int = 128
+    head_v_dim: int | None = None
     draft_tokens: int = 4
     dtype: str = "bf16"
     fp32_weight: bool = False
@@ -99,7 +102,8 @@ class CompileSpec:
     @property
     def name(self) -> str:
         """The configuration's name in report and budget: record, sizes, then whatever is not the field's default."""
-        parts = [self.record, f"K{self.head_dim}", f"T{self.draft_tokens}"]
+        parts = [self.record, f"K{self.head_dim}", f"V{self.head_v_dim}" if self.head_v_dim else ""]
+        parts += [f"T{self.draft_tokens}"]
         parts += ["H{}-HV{}".format(*self.heads) if self.heads != (8, 8) else ""]
         parts += [self.dtype if self.dtype != "bf16" else "", "w32" if self.fp32_weight else ""]
         parts += ["" if self.bias else "nobias", "" if self.safe_gate else "standard"]
@@ -131,6 +135,7 @@ def _config_name(config: LaunchConfig | None) -> str:
     if config is None:
         return ""
     rows = "" if config.rows_per_thread is None else f"r{config.rows_per_thread}"
+    rows += "" if config.max_registers is None else f"m{config.max_registers}"
     flags = ("e" if config.state_first else "") + ("p" if config.prefetch else "")
     return f"v{config.block_v}w{config.num_warps}{rows}{flags}"
 
@@ -296,9 +301,16 @@ SPECS: dict[str, tuple[CompileSpec, ...]] = {
 """Target -> what is compiled for it."""
 
 
+Specs = Mapping[str, tuple[CompileSpec, ...]]
+
+
 @dataclass(frozen=True)
 class Selection:
     """What to compile: targets, kernels and configuration names; an empty tuple means all of them.
+
+    Args:
+        targets, kernels, configs: names.
+        source: what there is to select from; the repository's own specs, or `kda_tooling.compiling.tables.table_specs`.
 
     Raises:
         ValueError: a name is not known; the message names the option.
@@ -307,10 +319,11 @@ class Selection:
     targets: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     configs: tuple[str, ...] = ()
+    source: Specs = field(default_factory=lambda: SPECS)
 
     def __post_init__(self) -> None:
-        every_config = tuple(dict.fromkeys(spec.name for specs in SPECS.values() for spec in specs))
-        known = {"target": tuple(SPECS), "kernel": KERNELS, "config": every_config}
+        every_config = tuple(dict.fromkeys(spec.name for specs in self.source.values() for spec in specs))
+        known = {"target": tuple(self.source), "kernel": KERNELS, "config": every_config}
         for (kind, names), given in zip(known.items(), (self.targets, self.kernels, self.configs), strict=True):
             for one in given:
                 if one not in names:
@@ -326,11 +339,11 @@ class Selection:
         asked = ((self.targets, target), (self.kernels, kernel), (self.configs, config))
         return all(not names or one in names for names, one in asked)
 
-    def specs(self) -> list[tuple[str, int]]:
-        """(target, index into ``SPECS[target]``) of every spec with a kernel that was asked for, in that order."""
+    def specs(self) -> list[tuple[str, CompileSpec]]:
+        """(target, spec) of every spec with a kernel that was asked for, in the source's order."""
         return [
-            (target, index)
-            for target, specs in SPECS.items()
-            for index, spec in enumerate(specs)
+            (target, spec)
+            for target, specs in self.source.items()
+            for spec in specs
             if any(self.covers(target, label, spec.name) for label in spec.labels)
         ]
