@@ -11,10 +11,22 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from kda_tooling.commands.gate import GATES, MODES, OPTIONS, gate
+from kda_tooling.commands.gate import GATES, MODES, OPTIONS, HeadKDim, Heads, HeadVDim, HvHeads, gate
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import FORMS, check_output_file, rename_shape_fields
-from kda_tooling.commands.tune import require_gpu, short_dtype
+from kda_tooling.commands.tune import (
+    EVERY_T,
+    BatchSizes,
+    DraftTokens,
+    Dtype,
+    Forms,
+    Gates,
+    Modes,
+    Options,
+    grid_of,
+    kinds_of,
+    require_gpu,
+)
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -38,17 +50,17 @@ def register() -> None:
 
 
 def regret(
-    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
-    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
-    head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
-    head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
-    draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T.")] = [2, 3, 4, 5, 6, 7, 8],  # noqa: B006
-    batch_sizes: Annotated[list[int], typer.Option(help="Requests per batch, B.")] = BATCH_SIZES,
-    form: Annotated[list[str], typer.Option(help=f"Of {', '.join(FORMS)}.")] = list(FORMS),  # noqa: B006
-    mode: Annotated[list[str], typer.Option(help=f"State modes: {', '.join(MODES)}.")] = list(MODES),  # noqa: B006
-    option: Annotated[list[str], typer.Option(help=f"Pool options: {', '.join(OPTIONS)}.")] = list(OPTIONS[:1]),  # noqa: B006
-    gate: Annotated[list[str], typer.Option(help=f"Gates of the delta rule: {', '.join(GATES)}.")] = list(GATES[:1]),  # noqa: B006
+    heads: Heads = 8,
+    hv_heads: HvHeads = None,
+    head_k_dim: HeadKDim = 128,
+    head_v_dim: HeadVDim = 128,
+    dtype: Dtype = "bf16",
+    draft_tokens: DraftTokens = EVERY_T,
+    batch_sizes: BatchSizes = BATCH_SIZES,
+    forms: Forms = list(FORMS),  # noqa: B006
+    modes: Modes = list(MODES),  # noqa: B006
+    options: Options = list(OPTIONS[:1]),  # noqa: B006
+    gates: Gates = list(GATES[:1]),  # noqa: B006
     tables: Annotated[Path | None, typer.Option(help="Folder of the table; default: the packaged ones.")] = None,
     peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 1000,
@@ -59,15 +71,12 @@ def regret(
     Too slow: more than 3 % over the best in more than 2 % of the cells, or more than 6 % in any, or more than 3 % over
     our own unfused lane.
     """
-    from kda_kernels import KdaShape
     from kda_tooling.tuning.settings import TuneSettings
 
     try:
         settings = TuneSettings(
-            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
-            dtype=short_dtype(dtype), gates=tuple(dict.fromkeys(gate)), forms=tuple(dict.fromkeys(form)),
-            modes=tuple(dict.fromkeys(mode)), options=tuple(dict.fromkeys(option)),
-            draft_tokens=tuple(sorted(set(draft_tokens))), batch_sizes=tuple(sorted(set(batch_sizes))), seed=seed,
+            **grid_of(heads, hv_heads, head_k_dim, head_v_dim, dtype, draft_tokens, batch_sizes),
+            **kinds_of(forms, modes, options, gates), seed=seed,
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
+from kda_tooling.commands.gate import GATES, MODES, OPTIONS, HeadKDim, Heads, HeadVDim, HvHeads
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 FAILURES_SHOWN = 20
 
 
+Dtype = Annotated[str, typer.Option(help="Activations: bf16 or fp16.")]
+DraftTokens = Annotated[list[int], typer.Option(help="Tokens verified per request, T.")]
+BatchSizes = Annotated[list[int], typer.Option(help="Requests per batch, B.")]
+Forms = Annotated[list[str], typer.Option("--form", help=f"Of {', '.join(FORMS)}.")]
+Modes = Annotated[list[str], typer.Option("--mode", help=f"State modes: {', '.join(MODES)}.")]
+Options = Annotated[list[str], typer.Option("--option", help=f"Pool options: {', '.join(OPTIONS)}.")]
+Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
+EVERY_T = [2, 3, 4, 5, 6, 7, 8]
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(
@@ -40,19 +51,17 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
-    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
-    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
-    head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
-    head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
-    draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T.")] = [2, 3, 4, 5, 6, 7, 8],  # noqa: B006
-    batch_sizes: Annotated[list[int], typer.Option(help="Requests per batch, B.")] = [1, 2, 4, 8, 16, 32, 64, 128, 256],  # noqa: B006
-    form: Annotated[list[str], typer.Option(help=f"Of {', '.join(FORMS)}.")] = list(FORMS),  # noqa: B006
-    mode: Annotated[list[str], typer.Option(help="State modes: ring, snapshots.")] = ["ring", "snapshots"],  # noqa: B006
-    option: Annotated[
-        list[str], typer.Option(help="Pool options: plain, fold-on-verify, compact-window or both with a plus.")
-    ] = ["plain"],  # noqa: B006
-    gate: Annotated[list[str], typer.Option(help="Gates of the delta rule: safe, standard.")] = ["safe"],  # noqa: B006
+    heads: Heads = 8,
+    hv_heads: HvHeads = None,
+    head_k_dim: HeadKDim = 128,
+    head_v_dim: HeadVDim = 128,
+    dtype: Dtype = "bf16",
+    draft_tokens: DraftTokens = EVERY_T,
+    batch_sizes: BatchSizes = [1, 2, 4, 8, 16, 32, 64, 128, 256],  # noqa: B006
+    forms: Forms = list(FORMS),  # noqa: B006
+    modes: Modes = list(MODES),  # noqa: B006
+    options: Options = list(OPTIONS[:1]),  # noqa: B006
+    gates: Gates = list(GATES[:1]),  # noqa: B006
     margin: Annotated[float, typer.Option(help="Share of unfused's time by which fused has to win every pass.")] = 0.02,
     passes: Annotated[int, typer.Option(help="Independent passes.")] = 2,
     finalists: Annotated[int, typer.Option(help="Configurations per lane that every pass times.")] = 3,
@@ -67,18 +76,14 @@ def tune(
 ) -> None:
     """Measure this GPU's gate table for one head shape: bits first, every lane, two independent passes."""
     from kda_backend.gate import TableError, load_table
-    from kda_kernels import KdaShape
     from kda_tooling.tuning.settings import TuneSettings
 
     if resume and fresh:
         raise refuse("--fresh", "drops what --resume would leave: give one of them.")
     try:
         settings = TuneSettings(
-            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
-            dtype=short_dtype(dtype), gates=tuple(dict.fromkeys(gate)), forms=tuple(dict.fromkeys(form)),
-            modes=tuple(dict.fromkeys(mode)),
-            options=tuple(dict.fromkeys(option)), draft_tokens=tuple(sorted(set(draft_tokens))),
-            batch_sizes=tuple(sorted(set(batch_sizes))), margin=margin, passes=passes, finalists=finalists, seed=seed,
+            **grid_of(heads, hv_heads, head_k_dim, head_v_dim, dtype, draft_tokens, batch_sizes),
+            **kinds_of(forms, modes, options, gates), margin=margin, passes=passes, finalists=finalists, seed=seed,
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
@@ -103,6 +108,32 @@ def tune(
         typer.echo(json_format.dumps(summary, indent=1))
     if changed:
         raise typer.Exit(1)
+
+
+def grid_of(
+    heads: int,
+    hv_heads: int | None,
+    head_k_dim: int,
+    head_v_dim: int,
+    dtype: str,
+    draft_tokens: list[int],
+    batch_sizes: list[int],
+) -> dict[str, Any]:
+    """The options that say which shape and sizes, as `TuneSettings` has them. Raises ValueError for the shape."""
+    from kda_kernels import KdaShape
+
+    return {
+        "shape": KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
+        "dtype": short_dtype(dtype),
+        "draft_tokens": tuple(sorted(set(draft_tokens))),
+        "batch_sizes": tuple(sorted(set(batch_sizes))),
+    }
+
+
+def kinds_of(forms: list[str], modes: list[str], options: list[str], gates: list[str]) -> dict[str, Any]:
+    """The options that say which kinds of verify, as `TuneSettings` has them, each once."""
+    kinds = {"forms": forms, "modes": modes, "options": options, "gates": gates}
+    return {name: tuple(dict.fromkeys(values)) for name, values in kinds.items()}
 
 
 def short_dtype(name: str) -> str:
