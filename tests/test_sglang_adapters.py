@@ -13,7 +13,7 @@ import torch
 from kda_backend.sglang import commit, layers, verify
 from kda_backend.sglang.commit import commit_kda_replayssm_after_verify
 from kda_backend.sglang.verify import fused_kda_conv_gating_verify
-from kda_kernels import LayerParams, LayerState, Snapshots, fold, scatter_conv, verify_fused
+from kda_kernels import LayerParams, LayerState, Snapshots, fold, host_checks, scatter_conv, verify_fused
 from tests.support.sglang_forms import LAYERS, SHAPE, STEPS, Layer, Pool, assert_same_bits, call, index, inputs
 
 
@@ -132,6 +132,24 @@ def test_commit_skips_what_the_engine_counts_as_no_slot(device: str) -> None:
     del entry, pool
     gc.collect()
     assert ring() is None
+
+
+def test_commit_of_more_tokens_than_the_ring_holds_moves_neither_state(device: str) -> None:
+    """Windows may have more steps than the ring has records."""
+    pool = Pool(device)
+    for name in ("rawv", "rawk", "g", "beta"):
+        tensor = getattr(pool, f"replayssm_{name}")
+        setattr(pool, f"replayssm_{name}", tensor[:, :, :, :2].contiguous().normal_())
+    pool.intermediate_conv_window[0].normal_()
+    before = [pool.conv[0].clone(), pool.temporal.clone()]
+    accept = index([2, 3], device)
+    with host_checks(False):  # as on a GPU, where the host does not look
+        commit_kda_replayssm_after_verify(
+            spec_state=pool, state_batch_indices=index([1, 3], device), accept_lens=accept,
+            last_correct_step_indices=accept - 1,
+        )  # fmt: skip
+    for tensor, old in zip((pool.conv[0], pool.temporal), before, strict=True):
+        assert (tensor != old).flatten(2).any(-1).all(0).tolist() == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize("missing", [None, "temporal", "conv", "replayssm_g"])

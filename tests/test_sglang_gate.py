@@ -78,6 +78,8 @@ def test_gate_refuses_with_the_reason_and_warns_once(
             backend, pool, layer, device, **inputs(device, 1, 9), draft_token_num=9
         ),
         "a must have": ask(backend, pool, layer, device, a=some),
+        "AttributeError": ask(backend, pool, layer, device, mixed_qkv=None),
+        "TypeError": ask(backend, pool, layer, device, draft_token_num=None),
         "must be triton": ask(Backend(triton=False), pool, layer, device),
     }  # fmt: skip
     monkeypatch.setenv("SGLANG_OPT_FUSED_KDA_VERIFY", "0")

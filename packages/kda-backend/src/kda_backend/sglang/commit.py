@@ -84,17 +84,20 @@ def _prepare(
             "spec_state.conv and spec_state.intermediate_conv_window must be of one length, got "
             f"{len(spec_state.conv)} and {len(spec_state.intermediate_conv_window)}"
         )
+    # SGLang does not say how many tokens were verified: at most as many as the windows have steps.
+    steps = min([ring.length, *(window.shape[2] for window in spec_state.intermediate_conv_window)])
+    conv_lens = last_correct_step_indices + 1
+    if any(window.shape[2] > steps for window in spec_state.intermediate_conv_window):
+        conv_lens = conv_lens.masked_fill(accept_lens > steps, 0)  # the fold leaves such a state, and so must this
     windows = [
         prepare_scatter(
             conv, window, names=("spec_state.conv", "spec_state.intermediate_conv_window"), slots=slots,
-            accept_lens=last_correct_step_indices + 1, draft_tokens=window.shape[2],
+            accept_lens=conv_lens, draft_tokens=window.shape[2],
             rows=None if src_indices_raw is None else src_indices_raw.contiguous(),
             track_slots=track_slots, track_steps=track_steps,
         )
         for conv, window in zip(spec_state.conv, spec_state.intermediate_conv_window, strict=True)
     ]  # fmt: skip
-    # SGLang does not say how many tokens were verified: at most as many as the windows have steps.
-    steps = min([ring.length, *(window.shape[2] for window in spec_state.intermediate_conv_window)])
     _, _, num_v_heads, head_v_dim, head_k_dim = spec_state.temporal.shape
     states = prepare_fold(
         spec_state.temporal, ring, shape=KdaShape(ring.raw_k.shape[2], num_v_heads, head_k_dim, head_v_dim),

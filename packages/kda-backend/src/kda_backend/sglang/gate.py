@@ -62,11 +62,10 @@ def can_run_fused_chain_verify(
     if retrieve_next_token is not None or retrieve_next_sibling is not None or retrieve_parent_token is not None:
         reports.not_taken("fused verify takes chains, this is a tree (speculative_eagle_topk above 1)")
         return False
-    tokens = mixed_qkv.shape[0]
-    if draft_token_num < 1 or tokens % draft_token_num:
-        reports.not_taken(f"fused verify takes whole chains: {tokens} tokens are not a multiple of T={draft_token_num}")
-        return False
     try:
+        tokens = mixed_qkv.shape[0]
+        if draft_token_num < 1 or tokens % draft_token_num:
+            raise ValueError(f"it takes whole chains, {tokens} tokens are not a multiple of T={draft_token_num}")
         ring = ring_tensors(replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
         heads = layer.num_q_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
         mode = "snapshots" if replayssm_rawv is None else "ring"
