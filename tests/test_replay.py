@@ -70,6 +70,61 @@ def test_an_equal_call_makes_the_launches_that_it_would_have_made(
     assert [one.what for one in replayed] == [one.what for one in ordinary]
 
 
+def ragged(**changes: Any) -> dict[str, Any]:
+    """Two requests of one and three tokens, rows of nobody after them."""
+    return {"starts": torch.tensor([0, 1, 4], dtype=torch.int32), **changes}
+
+
+def tree(**changes: Any) -> dict[str, Any]:
+    """A root with two children, and a chain."""
+    return {"parents": torch.tensor([[-1, 0, 0], [-1, 0, 1]], dtype=torch.int32), **changes}
+
+
+@pytest.mark.parametrize("mode", ["ring", "snapshots"])
+@pytest.mark.parametrize(
+    "kinds", [(ragged,), (tree,), (ragged, tree)], ids=lambda kinds: "-".join(k.__name__ for k in kinds)
+)
+def test_ragged_batches_and_trees_are_replayed_too(
+    log: list[Recorded], mode: str, kinds: tuple[Callable[..., dict[str, Any]], ...]
+) -> None:
+    if mode == "ring" and tree in kinds:
+        pytest.skip("a token of a tree starts from a snapshot")
+    layer = Layer(mode)
+
+    def call() -> dict[str, Any]:
+        given = layer.full()
+        for kind in kinds:
+            given |= kind()
+        return given
+
+    first, second = call(), call()
+    verify_unfused(**first)
+    assert [one.replayed for one in taken(log)] == [False, False]
+    verify_unfused(**second)
+    replayed = taken(log)
+    assert [one.replayed for one in replayed] == [True, True]
+    _replay.forget()
+    verify_unfused(**second)
+    assert [one.what for one in replayed] == [one.what for one in taken(log)]
+    for kind in kinds:
+        (name,) = kind()
+        assert {one.arguments[name] for one in replayed} == {second[name].data_ptr()}
+
+
+def test_chains_ragged_batches_and_trees_are_no_equals(log: list[Recorded]) -> None:
+    layer = Layer("snapshots")
+    given = layer.full()
+    kinds = {"chains": {}, "ragged": ragged(), "tree": tree(), "both": ragged() | tree()}
+    kinds["64-bit"] = {"starts": kinds["ragged"]["starts"].long()}
+    for kind in kinds.values():
+        verify_unfused(**given | kind)
+        assert [one.replayed for one in taken(log)] == [False, False]
+    more_rows = layer.call(batch=3) | ragged() | {"slots": given["slots"]}
+    verify_unfused(**more_rows)
+    grids = [(one.replayed, one.grid) for one in taken(log)]
+    assert [replayed for replayed, _ in grids] == [False, False]
+
+
 def test_a_group_s_tensor_moved_in_place_is_found_at_its_new_address(log: list[Recorded]) -> None:
     layer = Layer()
     verify_fused(**layer.call())

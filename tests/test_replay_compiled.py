@@ -43,6 +43,8 @@ def test_a_replay_gives_triton_s_launcher_what_an_ordinary_launch_gives_it() -> 
         ("verify_fused compact", "verify_gluon_kernel"),
     ):  # fmt: skip
         assert launches[name] == [f"function {kernel}"]
+    for kind in ("ragged", "tree"):
+        assert launches[f"verify_unfused {kind}"] == ["function conv_kernel", "function verify_kernel"]
     for name, (_, equal, equal_to_other_tensors) in ops.items():
         assert equal, name
         assert not equal_to_other_tensors, name

@@ -113,6 +113,24 @@ def test_a_misaligned_view_after_an_aligned_one(op: Callable[..., torch.Tensor],
         same(calls.run(op), expected)
 
 
+@pytest.mark.parametrize("kind", ["starts", "parents"])
+def test_a_replayed_ragged_batch_or_tree_has_the_bits_of_an_ordinary_one(kind: str) -> None:
+    calls = Calls("snapshots")
+    given = {
+        "starts": ([0, 4, 6, 9], [0, 1, 5, 8]),
+        "parents": ([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, 0, 0, 0]], [[-1, 0, 1, 1], [-1, 0, 0, 2], [-1, -1, 0, 1]]),
+    }[kind]
+    one, other = ({kind: torch.tensor(values, dtype=torch.int32, device="cuda")} for values in given)
+    first = calls.run(verify_unfused, **one)
+    with only_replays():
+        same(calls.run(verify_unfused, **one), first)
+        replayed = calls.run(verify_unfused, **other)
+    _replay.forget()
+    ordinary = calls.run(verify_unfused, **other)
+    same(replayed, ordinary)
+    assert not torch.equal(as_bits(first["result"]), as_bits(ordinary["result"]))
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_replayed_commits_have_the_bits_of_ordinary_ones(config: str) -> None:
     problem = make_problem(CASE, "cuda")

@@ -107,30 +107,45 @@ def verify_calls() -> dict[str, Callable[[], Callable[[], object]]]:
     snapshots = Snapshots.allocate(SHAPE, rows=B, steps=T, device="cpu")
 
     def maker(
-        op: Callable[..., torch.Tensor], record: Ring | Snapshots, config: LaunchConfig, state: LayerState = state
+        op: Callable[..., torch.Tensor],
+        record: Ring | Snapshots,
+        config: LaunchConfig,
+        state: LayerState = state,
+        kind: str = "",
     ) -> Callable[[], Callable[[], object]]:
         def make() -> Callable[[], object]:
             n = B * T
+            batches = {
+                "ragged": {"starts": torch.arange(B + 1, dtype=torch.int32)},
+                "tree": {"parents": torch.tensor([[-1, 0]] * B, dtype=torch.int32)},
+            }
             tensors = {
                 "mixed_qkv": torch.randn(n, d).to(bf16), "a": torch.randn(n, 64).to(bf16),
                 "b": torch.randn(n, 1).to(bf16), "slots": torch.arange(B, dtype=torch.int32),
                 "errors": new_error_counts("cpu"), "out": torch.empty(n, 1, 64, dtype=bf16),
                 "workspace": torch.empty(n, d, dtype=bf16),
-            }  # fmt: skip
+            } | batches.get(kind, {})  # fmt: skip
             groups = {"shape": SHAPE, "params": params, "state": state, "record": record, "config": config}
             return lambda: op(**tensors, **groups, draft_tokens=T)
 
         return make
 
-    return {
-        f"{op.__name__} {record.__class__.__name__} {name}": maker(op, record, config)
-        for op in (verify.verify_fused, verify.verify_unfused)
-        for record in (ring, snapshots)
-        for name, config in (("portable", LaunchConfig()), ("gluon", LaunchConfig(32, 4, rows_per_thread=2)))
-    } | {
-        f"{op.__name__} compact": maker(op, ring, LaunchConfig(32, 4, rows_per_thread=2), compact)
-        for op in (verify.verify_fused, verify.verify_unfused)
-    }
+    return (
+        {
+            f"{op.__name__} {record.__class__.__name__} {name}": maker(op, record, config)
+            for op in (verify.verify_fused, verify.verify_unfused)
+            for record in (ring, snapshots)
+            for name, config in (("portable", LaunchConfig()), ("gluon", LaunchConfig(32, 4, rows_per_thread=2)))
+        }
+        | {
+            f"{op.__name__} compact": maker(op, ring, LaunchConfig(32, 4, rows_per_thread=2), compact)
+            for op in (verify.verify_fused, verify.verify_unfused)
+        }
+        | {
+            f"verify_unfused {kind}": maker(verify.verify_unfused, snapshots, LaunchConfig(), kind=kind)
+            for kind in ("ragged", "tree")
+        }
+    )
 
 
 def commit_calls() -> dict[str, Callable[[], Callable[[], object]]]:

@@ -14,7 +14,7 @@ from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snap
 from kda_kernels.overlap import MemoryMap
 from kda_kernels.shapes import KdaShape, LaunchConfig
 
-_VARYING = ("mixed_qkv", "a", "b", "slots", "rows", "errors", "out", "workspace")
+_VARYING = ("mixed_qkv", "a", "b", "slots", "rows", "errors", "out", "workspace", "starts", "parents")
 """The tensors that change from call to call, in the order of a call's addresses. The groups hold all others."""
 
 
@@ -79,7 +79,7 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
     """
     (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
-        form, indices_ready, fused, pending,
+        form, indices_ready, fused, pending, starts, parents,
     ) = call  # fmt: skip
     tensors = [mixed_qkv, a, b, slots]
     if rows is not None:
@@ -90,6 +90,10 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
         tensors.append(out)
     if workspace is not None:
         tensors.append(workspace)
+    if starts is not None:
+        tensors.append(starts)
+    if parents is not None:
+        tensors.append(parents)
     varying = len(tensors)
     try:
         window = state.conv_window
@@ -107,7 +111,7 @@ def replay(call: tuple[Any, ...]) -> tuple[torch.Tensor | None, Ticket | None]:
         facts = (
             ref(params), shape, config, indices_ready, rows is None, errors is None, workspace is None,
             draft_tokens.__class__, indices_ready.__class__,  # True equals 1
-            None if pending is None else ref(pending),
+            None if pending is None else ref(pending), starts is None, parents is None,
         )  # fmt: skip
         known, addresses = recall(key, facts, tensors)
     except Exception:  # launches are watched, or an argument is not what it should be: the checks name it

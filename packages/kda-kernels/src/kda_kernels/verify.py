@@ -98,10 +98,8 @@ def verify_fused(
     """
     call = (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
-        form, indices_ready, True, pending,
+        form, indices_ready, True, pending, starts, parents,
     )  # fmt: skip
-    if starts is not None or parents is not None:
-        return _verify(VerifyCall(*call, starts, parents), None)  # refused
     replayed, ticket = replay(call)
     return _verify(VerifyCall(*call), ticket) if replayed is None else replayed
 
@@ -150,10 +148,8 @@ def verify_unfused(
     """
     call = (
         mixed_qkv, a, b, shape, params, state, record, slots, draft_tokens, rows, config, errors, out, workspace,
-        form, indices_ready, False, pending,
+        form, indices_ready, False, pending, starts, parents,
     )  # fmt: skip
-    if starts is not None or parents is not None:
-        return _verify(VerifyCall(*call, starts, parents), None)
     replayed, ticket = replay(call)
     return _verify(VerifyCall(*call), ticket) if replayed is None else replayed
 
