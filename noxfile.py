@@ -7,6 +7,7 @@ Whatever follows `--` reaches the session's main command. `nox -R -s tests` skip
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import zipfile
@@ -92,7 +93,7 @@ def dev(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def lint(session: nox.Session) -> None:
-    """Ruff (rules and format) and the workflow checks. `-- --fix` mends what ruff can, in place."""
+    """Ruff (rules and format); the workflows by their schema, actionlint and zizmor. `-- --fix` mends what ruff can."""
     fix = "--fix" in session.posargs
     paths = [arg for arg in session.posargs if arg != "--fix"] or ["."]
     DevEnvironment.python(session, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
@@ -100,6 +101,7 @@ def lint(session: nox.Session) -> None:
     workflows = sorted(map(str, (ROOT / ".github" / "workflows").glob("*.yml")))
     schema = ("--builtin-schema", "vendor.github-workflows")
     DevEnvironment.run(session, "check-jsonschema", *schema, *workflows)
+    DevEnvironment.run(session, "actionlint", *workflows)
     DevEnvironment.run(session, "zizmor", "--offline", "--no-progress", *workflows)
 
 
@@ -133,6 +135,12 @@ def gpu(session: nox.Session) -> None:
     workers = [] if "None" in found else ["-n", "8", "--dist", "loadgroup"]
     env = COMPILED | {"OMP_NUM_THREADS": "2"}
     DevEnvironment.python(session, "-m", "pytest", "-m", "gpu", *workers, *posargs, env=env)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def gpu_idle(session: nox.Session) -> None:
+    """Fail where this machine's GPU is not free to be measured."""
+    DevEnvironment.python(session, "-m", "benchmarks.idle", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
@@ -231,6 +239,30 @@ def dashboard_test(session: nox.Session) -> None:
         session.error(f"there is no browser on the PATH: install one of {', '.join(BROWSERS)}")
     DevEnvironment.python(session, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *group("browser"))
     DevEnvironment.python(session, "-m", "pytest", "tests/test_dashboard_browser.py", *session.posargs, env=INTERPRETED)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def nightly(session: nox.Session) -> None:
+    """What follows a measurement: `-- merge FOLDER`, `-- issues`, `-- tighten`; `--apply` writes elsewhere."""
+    DevEnvironment.python(session, "-m", "benchmarks.nightly", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """The three distributions, wheels and sdists, in dist/; `-- v0.1.0`, or a tag's workflow, requires that version."""
+    version = nox.project.load_toml(KERNELS / "pyproject.toml")["project"]["version"]
+    tagged = os.environ.get("GITHUB_REF_TYPE") == "tag"
+    for tag in [*session.posargs, *([os.environ["GITHUB_REF_NAME"]] if tagged else [])]:
+        if tag.removeprefix("v") != version:
+            session.error(f"the distributions are of version {version}, which is not {tag}")
+    session.install("-c", str(CONSTRAINTS), "flit_core")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    dist.mkdir()
+    call = "import sys, flit_core.buildapi as api; print(api.build_wheel(sys.argv[1]), api.build_sdist(sys.argv[1]))"
+    for package in (KERNELS, BACKEND, TOOLING):
+        with session.chdir(package):
+            session.run("python", "-c", call, str(dist))
 
 
 def install_wheels(session: nox.Session, *packages: Path, constraints: Path = CONSTRAINTS) -> None:

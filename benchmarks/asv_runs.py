@@ -82,12 +82,25 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     for name, row in new["results"].items():
         before = results.get(name)
         if before is not None and before[version] == row[version]:
-            known = dict(zip(itertools.product(*before[params]), before[value], strict=True))
-            cells = zip(itertools.product(*row[params]), row[value], strict=True)
-            row = [*row]
-            row[value] = [known.get(cell, one) if one is None or math.isnan(one) else one for cell, one in cells]
+            row = _joined(before, row, value, params)
         results[name] = row
     return new | {"results": results}
+
+
+def _joined(old: list[Any], new: list[Any], value: int, params: int) -> list[Any]:
+    """A benchmark's row with the cells that only the older one has, and their statistics."""
+    known = {cell: number for number, cell in enumerate(itertools.product(*old[params]))}
+    kept = {
+        number: known[cell] for number, cell in enumerate(itertools.product(*new[params]))
+        if cell in known and (new[value][number] is None or math.isnan(new[value][number]))
+    }  # fmt: skip
+    row = [*new]
+    for column, (before, after) in enumerate(zip(old, new, strict=False)):
+        if column != params and isinstance(before, list) and len(before) == len(known):
+            # statistics that one of both has not at all are null
+            cells = after if isinstance(after, list) else [None] * len(new[value])
+            row[column] = [before[kept[number]] if number in kept else one for number, one in enumerate(cells)]
+    return row
 
 
 def without_empty(data: dict[str, Any]) -> dict[str, Any]:

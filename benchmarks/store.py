@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from . import idle
 from .asv_runs import ENVIRONMENT, ROOT, merged, normalised, run_asv, same_versions, without_empty
 from .records import KINDS, NO_GPU, Record, files_in, load, record_of
 from .source import measurable, measure
@@ -223,6 +224,8 @@ def _measured(keep: Path | None, commit: str | None, results: Path) -> list[str]
             f"this tree is at commit {head!r}: measure a committed tree (set KDA_GIT_SHA where .git is missing), or "
             "name the commit with --commit"
         )
+    if shutil.which("nvidia-smi") and (busy := idle.reasons()):
+        raise ValueError(f"the GPU is busy: {'; '.join(busy)}; wait until it is free")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep or Path(temporary)) / resolved(head)[:12]
         folder.mkdir(parents=True, exist_ok=True)

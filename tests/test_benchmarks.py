@@ -143,7 +143,8 @@ def test_every_suite_is_run_and_stored() -> None:
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     here = {suite.__module__.partition(".")[2] for suite in SUITES}
     assert here == {module for modules in asv_runs.SUITES.values() for module in modules}
-    assert files - here == {"__init__", "asv_runs", "dashboard", "records", "source", "spread", "store"}
+    tools = {"__init__", "asv_runs", "dashboard", "forge", "idle", "nightly", "records", "source", "spread", "store"}
+    assert files - here == tools
     assert set(asv_runs.SUITES) == set(records.KINDS)
     assert {path.stem for path in FILES.glob("*.json")} == set(records.KINDS)
 
@@ -391,6 +392,23 @@ def stored(version: str = "1", triton: str = "3.6.0", **results: list[float]) ->
 def test_a_later_file_of_a_commit_leaves_what_it_does_not_have() -> None:
     both = asv_runs.merged(stored(a=[1.0, 2.0], b=[5.0, 5.0]), stored(a=[math.nan, 3.0], c=[7.0, 7.0]))["results"]
     assert {name: row[0] for name, row in both.items()} == {"a": [1.0, 3.0], "b": [5.0, 5.0], "c": [7.0, 7.0]}
+
+
+def test_statistics_stay_with_their_cells() -> None:
+    def with_statistics(values: list[float], number: list[int] | None) -> dict[str, Any]:
+        data = stored(a=values)
+        data["result_columns"].append("stats_repeat")
+        data["results"]["a"].append(number)
+        return data
+
+    old = with_statistics([1.0, 2.0], [9, 7])
+    merged = asv_runs.merged(old, with_statistics([math.nan, 3.0], None))["results"]["a"]
+    assert (merged[0], merged[3]) == ([1.0, 3.0], [9, None])
+    merged = asv_runs.merged(old, with_statistics([math.nan, 3.0], [0, 5]))["results"]["a"]
+    assert (merged[0], merged[3]) == ([1.0, 3.0], [9, 5])
+    merged = asv_runs.merged(with_statistics([1.0, 2.0], None), with_statistics([math.nan, 3.0], [0, 5]))["results"]
+    assert merged["a"][0] == [1.0, 3.0]
+    assert merged["a"][3][1] == 5
 
 
 def test_results_of_other_versions_are_replaced() -> None:

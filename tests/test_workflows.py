@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,20 @@ ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 # Actions that only set a job up; whatever does work is a nox session.
-ALLOWED_ACTIONS = {"actions/checkout", "actions/setup-python"}
+ALLOWED_ACTIONS = {
+    *("actions/checkout", "actions/setup-python", "actions/upload-artifact", "actions/download-artifact"),
+    *("actions/upload-pages-artifact", "actions/deploy-pages"),
+}
+WRITERS = {
+    ("gpu.yml", "history"): {"contents": "write", "issues": "write", "pull-requests": "write"},
+    ("gpu.yml", "dashboard"): {"pages": "write", "id-token": "write"},
+}
+"""The jobs that may write, and what; every other has the workflow's permission to read."""
+
 PINNED = re.compile(r"(?P<action>[\w.-]+/[\w./-]+)@[0-9a-f]{40}")
 NOX_CALL = re.compile(
     r"(python3 -m pip install (-c constraints\.txt )?nox && )?"
-    r"python3 -m nox -s (?P<sessions>[\w ]+?)( -- [\w ./=-]+)?"
+    r"python3 -m nox (-R )?-s (?P<sessions>[\w ]+?)( -- [\w ./=-]+)?"
 )
 MATRIX_VALUE = re.compile(r"\$\{\{ *matrix\.(\w+) *\}\}")
 
@@ -57,7 +67,7 @@ def steps(workflow: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 
 def test_there_are_workflows() -> None:
-    assert {path.name for path in WORKFLOWS} >= {"ci.yml", "gpu.yml"}
+    assert {path.name for path in WORKFLOWS} == {"ci.yml", "gpu.yml", "release.yml"}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -84,16 +94,52 @@ def test_pins_carry_their_version(path: Path) -> None:
 def test_least_privilege_and_limits(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    assert workflow["concurrency"]["cancel-in-progress"] is True
-    for job in workflow["jobs"].values():
-        assert job["timeout-minutes"] <= 60
-        assert "permissions" not in job
+    # a run of the history may be pushing: it ends
+    assert workflow["concurrency"]["cancel-in-progress"] is (path.name != "gpu.yml")
+    for name, job in workflow["jobs"].items():
+        assert job["timeout-minutes"] <= 120
+        assert job.get("permissions") == WRITERS.get((path.name, name))
+        for step in job["steps"]:
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False
+
+
+def test_what_may_write_runs_the_code_of_main_alone() -> None:
+    """Pull requests run on the GPU machine; nothing of them reaches a job that may write."""
+    gpu = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text())
+    triggers = gpu[True]  # YAML 1.1 reads `on` as a truth value
+    assert set(triggers) == {"schedule", "workflow_dispatch", "pull_request"}
+    assert triggers["pull_request"] == {"types": ["labeled"]}
+    history = gpu["jobs"]["history"]
+    assert "github.event_name != 'pull_request'" in history["if"]
+    assert "github.ref == 'refs/heads/main'" in history["if"]
+    assert gpu["jobs"]["dashboard"]["needs"] == "history"
+    for name in ("measure", "signals"):
+        assert "GH_TOKEN" not in json.dumps(gpu["jobs"][name])
+
+
+def test_a_busy_gpu_is_refused_before_anything_is_measured() -> None:
+    gpu = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text())
+    called = [name for step in gpu["jobs"]["measure"]["steps"] if "run" in step
+              for name in sessions_called(step["run"], {})]  # fmt: skip
+    assert called == ["gpu_idle", "gpu", "sanitize", "bench"]
+
+
+def test_ci_runs_every_python() -> None:
+    ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    rows = matrix_rows(ci["jobs"]["nox"])
+    for session in ("tests", "test_kernels", "test_backend", "test_tooling"):
+        assert {row["python"] for row in rows if session in row["sessions"].split()} == {"3.11", "3.12", "3.13"}
 
 
 def test_ci_covers_every_session_but_the_gpu_ones(nox_sessions: dict[str, str]) -> None:
-    ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    called = {name for step, row in steps(ci) if "run" in step for name in sessions_called(step["run"], row)}
-    assert called == set(nox_sessions) - {"dev", "gpu", "sanitize", "sweep", "bench", "dashboard"}
+    called: dict[str, set[str]] = {}
+    for path in WORKFLOWS:
+        work = [(step, row) for step, row in steps(yaml.safe_load(path.read_text())) if "run" in step]
+        called[path.name] = {name for step, row in work for name in sessions_called(step["run"], row)}
+    nightly = {"gpu", "gpu_idle", "sanitize", "bench", "nightly", "dashboard", "compile_tables"}
+    assert called["gpu.yml"] == nightly
+    assert called["ci.yml"] == set(nox_sessions) - nightly - {"dev", "sweep"}
 
 
 @pytest.mark.parametrize(
