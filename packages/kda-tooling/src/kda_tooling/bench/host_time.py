@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from kda_backend import StatePool
+from kda_backend import StatePool, Target
+from kda_backend.gate import decide, device_name_of
 from kda_kernels import KdaShape, _launch, fold, scatter_conv, scatter_snapshots, verify_fused, verify_unfused
-from kda_tooling.problem import Problems, random_problems
+from kda_tooling.problem import Problems, VerifyProblem, random_problems
 
 LAYERS = 8
 BURST = 32
@@ -105,7 +106,17 @@ def _calls(problems: Problems) -> dict[str, list[Call]]:
         "scatter_conv": [partial(scatter_conv, state.conv_state, state.windows, **rows)],
         "scatter_snapshots": [partial(scatter_snapshots, state.ssm_state, snapshots, **rows)],
         "(allocating the output)": [partial(first.mixed_qkv.new_empty, *out_shape)],
+        "(a remembered gate decision)": [_decision(first)],
     }
+
+
+def _decision(problem: VerifyProblem) -> Call:
+    """What the dispatch gate is asked before a verify."""
+    device = problem.mixed_qkv.device
+    return partial(
+        decide, problem.shape, mode="ring", batch=problem.batch, draft_tokens=problem.draft_tokens,
+        device_name=device_name_of(device), target=Target.of(device),
+    )  # fmt: skip
 
 
 def _rounds(problems: Problems, lane: str) -> list[Call]:
