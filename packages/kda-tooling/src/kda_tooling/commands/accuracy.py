@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import check_output_file, interpreter_chosen, parse_lower_bound, rename_shape_fields
+from kda_tooling.commands.options import interpreter_chosen, parse_lower_bound, rename_shape_fields
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -87,19 +87,13 @@ def accuracy(
             load_peer(spec)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
-    if json_file is not None and str(json_file) != "-":
-        check_output_file("--json", json_file)
+    check_outputs({"--json": json_file})
     device = _device(outputs)
     found = _measure(settings, device)
     from kda_tooling.bench.accuracy import report_data
 
-    text = json.dumps(report_data(settings, found, device), indent=1, allow_nan=False)
-    if json_file is not None and str(json_file) != "-":
-        json_file.write_text(text + "\n")
-    console = Console(stderr=str(json_file) == "-")
-    _show(found, console if console.is_terminal else Console(stderr=console.stderr, width=120))
-    if str(json_file) == "-":
-        typer.echo(text)
+    write_json(json_file, report_data(settings, found, device))
+    _show(found, console_for(json_file))
     if any(one.broken_promises() for one in found):
         raise typer.Exit(1)
 

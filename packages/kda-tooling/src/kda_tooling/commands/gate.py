@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import asdict
@@ -14,7 +13,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from kda_tooling.commands.memory import DTYPES, MOST
-from kda_tooling.commands.options import FORMS, check_distinct, check_output_file, refuse, rename_shape_fields
+from kda_tooling.commands.options import FORMS, refuse, rename_shape_fields
+from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -107,27 +107,6 @@ def _target(arch: str | None, device_name: str | None) -> Target:
     return Target("cuda", int(match[1]))
 
 
-def _check_json(json_file: Path | None) -> None:
-    if json_file is not None and str(json_file) != "-":
-        check_output_file("--json", json_file)
-
-
-def _console(json_file: Path | None) -> Console:
-    """Where people read; beside JSON on standard output, that is standard error."""
-    console = Console(stderr=str(json_file) == "-")
-    return console if console.is_terminal else Console(stderr=str(json_file) == "-", width=160)
-
-
-def _write_json(json_file: Path | None, data: dict[str, Any]) -> None:
-    if json_file is None:
-        return
-    text = json.dumps(data, allow_nan=False, indent=1)
-    if str(json_file) == "-":
-        typer.echo(text)
-    else:
-        json_file.write_text(text + "\n", encoding="utf-8")
-
-
 def explain(
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Requests in the batch, B.")],
     draft_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens verified per request, T.")],
@@ -159,7 +138,7 @@ def explain(
         ("--dtype", dtype, DTYPES),
     ):  # fmt: skip
         _one_of(name, value, allowed)
-    _check_json(json_file)
+    check_outputs({"--json": json_file})
     import torch
 
     from kda_backend.gate import decide
@@ -176,9 +155,9 @@ def explain(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     question |= {"arch": str(target), "dtype": dtype, "shape": asdict(shape)}
-    if str(json_file) != "-":
-        _show_decision(question, decision, _console(json_file))
-    _write_json(json_file, {"question": question, **_decision_data(decision)})
+    if not is_stdout(json_file):
+        _show_decision(question, decision, console_for(json_file))
+    write_json(json_file, {"question": question, **_decision_data(decision)})
 
 
 def _decision_data(decision: Decision) -> dict[str, Any]:
@@ -234,9 +213,8 @@ def show(
 ) -> None:
     """Show a table: the lane taken at each T and B, and fused over unfused time there."""
     _one_of("--dtype", dtype, DTYPES)
-    _check_json(json_file)
-    check_distinct({"FILE": file, "--plot": picture, "--json": None if str(json_file) == "-" else json_file})
-    from kda_backend.gate import TableError, load_table
+    check_outputs({"--plot": picture, "--json": json_file}, {"FILE": file})
+    from kda_backend.gate import load_table
     from kda_tooling.gate.grid import LEGEND, as_data, heading, rich_tables
     from kda_tooling.gate.picture import plot
 
@@ -246,19 +224,19 @@ def show(
         table: Table = load_table(file)
         if picture is not None:
             plot(table, picture)
-    except (TableError, ValueError) as error:
+    except ValueError as error:
         raise typer.BadParameter(plain(error)) from None
-    console = _console(json_file)
+    console = console_for(json_file)
     for doubt in table.doubts:
         Console(stderr=True).print(f"[yellow]unfused, edited by hand?[/yellow] {plain(doubt)}", highlight=False)
-    if str(json_file) != "-":
+    if not is_stdout(json_file):
         console.print(plain(heading(table)), highlight=False)
         for grid in rich_tables(table):
             console.print(grid)
         console.print(LEGEND if table.cells else "no cells", highlight=False, style="dim")
     if picture is not None:
         typer.echo(f"drew {picture}", err=True)
-    _write_json(json_file, as_data(table))
+    write_json(json_file, as_data(table))
 
 
 def _named_table(folder: Path | None, shape: KdaShape, device_name: str, dtype: str) -> Path:

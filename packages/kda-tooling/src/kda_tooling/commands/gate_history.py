@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,16 +11,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from kda_tooling.commands.gate import gate
-from kda_tooling.commands.regressions import (
-    RESULTS,
-    Baseline,
-    Repo,
-    Results,
-    check_outputs,
-    console_for,
-    read_report,
-    write_output,
-)
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
+from kda_tooling.commands.regressions import RESULTS, Baseline, Repo, Results, read_report
 from kda_tooling.terminal import plain, printable
 
 if TYPE_CHECKING:
@@ -88,7 +79,7 @@ def _inputs(file: Path, results: Path, baseline: int, repo: Path | None, json: P
     """The table and the history. Raises ``typer.BadParameter`` where either cannot be used."""
     from kda_backend.gate import TableError, load_table
 
-    check_outputs({"TABLE": file, "--json": json})
+    check_outputs({"--json": json}, {"TABLE": file})
     try:
         table = load_table(file)
     except TableError as error:
@@ -112,7 +103,7 @@ def _finish(revision: Revision, report: Report, file: Path, apply: bool, json: P
         "problems": [{"file": str(one.path), "message": printable(one.message)} for one in problems],
         "diff": revision.diff(file.name),
     }  # fmt: skip
-    write_output(json, json_format.dumps(data, allow_nan=False, indent=1) + "\n")
+    write_json(json, data)
     console = console_for(json)
     for problem in problems:
         Console(stderr=True).print(f"[yellow]unusable[/yellow] {plain(problem)}", highlight=False, soft_wrap=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from kda_tooling.commands.options import check_output_file, interpreter_chosen, rename_shape_fields
+from kda_tooling.commands.options import interpreter_chosen, rename_shape_fields
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.terminal import plain
 
 MAX_CALLS = 10**6
@@ -54,8 +53,7 @@ def host_time(
         shape = KdaShape(heads, heads if hv_heads is None else hv_heads)
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
-    if json_file is not None and str(json_file) != "-":
-        check_output_file("--json", json_file)
+    check_outputs({"--json": json_file})
     _require_gpu()
     import torch
 
@@ -68,7 +66,7 @@ def host_time(
         raise typer.BadParameter(
             f"--batch-size {batch_size}, --draft-tokens {draft_tokens} and --heads {heads} do not fit this GPU: {error}"
         ) from None
-    console = Console(stderr=str(json_file) == "-")
+    console = console_for(json_file)
     table = Table(title=f"us of the host per call, B = {batch_size}, T = {draft_tokens}", title_justify="left")
     for name in ("call", "first", "again"):
         table.add_column(name, justify="left" if name == "call" else "right")
@@ -80,8 +78,4 @@ def host_time(
         "batch_size": batch_size, "draft_tokens": draft_tokens, "calls": calls,
         "us_per_call": [asdict(one) for one in times],
     }  # fmt: skip
-    text = json.dumps(data, indent=1, allow_nan=False)
-    if str(json_file) == "-":
-        typer.echo(text)
-    elif json_file is not None:
-        json_file.write_text(text + "\n")
+    write_json(json_file, data)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from kda_tooling.commands.options import check_distinct, check_output_file, refuse
+from kda_tooling.commands.options import refuse
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json, write_output
 
 if TYPE_CHECKING:
     from kda_tooling.history.regressions import Report
@@ -53,36 +52,6 @@ def read_report(results: Path, baseline: int, repo: Path | None) -> Report:
     return find_regressions(history, baseline)
 
 
-def is_stdout(file: Path | None) -> bool:
-    """Whether an output option names standard output."""
-    return str(file) == "-"
-
-
-def console_for(*files: Path | None) -> Console:
-    """Where people read: beside data on standard output, that is standard error."""
-    stderr = any(map(is_stdout, files))
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=200)
-
-
-def check_outputs(files: dict[str, Path | None]) -> None:
-    """Refuse output files that cannot be written, and two that are one. Raises ``typer.BadParameter``."""
-    if sum(map(is_stdout, files.values())) > 1:
-        raise refuse(list(files)[-1], "standard output ('-') is taken by another option.")
-    check_distinct({option: None if is_stdout(file) else file for option, file in files.items()})
-    for option, file in files.items():
-        if file is not None and not is_stdout(file):
-            check_output_file(option, file)
-
-
-def write_output(file: Path | None, text: str) -> None:
-    """Write ``text`` to a file, to standard output, or nowhere."""
-    if is_stdout(file):
-        typer.echo(text, nl=False)
-    elif file is not None:
-        file.write_text(text, encoding="utf-8")
-
-
 def regressions(
     results: Results = RESULTS,
     baseline: Baseline = 20,
@@ -101,7 +70,7 @@ def regressions(
 
     check_outputs({"--json": json, "--markdown": markdown})
     report = read_report(results, baseline, repo)
-    write_output(json, json_format.dumps(pages.as_data(report), allow_nan=False, indent=1) + "\n")
+    write_json(json, pages.as_data(report))
     write_output(markdown, pages.markdown(report))
     pages.show(report, console_for(json, markdown))
     if report.exit_code:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,8 @@ from rich.table import Table as Grid
 
 from kda_tooling.commands.gate import GATES, MODES, OPTIONS, HeadKDim, Heads, HeadVDim, HvHeads, gate
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import FORMS, check_output_file, rename_shape_fields
+from kda_tooling.commands.options import FORMS, rename_shape_fields
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.commands.tune import (
     EVERY_T,
     BatchSizes,
@@ -80,17 +80,13 @@ def regret(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
-    if json is not None and str(json) != "-":
-        check_output_file("--json", json)
+    check_outputs({"--json": json})
     require_gpu()
     result = _measure(settings, tables, peer)
     verdict = judged(result)
     data = to_dict(result, verdict)
-    if json is not None and str(json) != "-":
-        json.write_text(json_format.dumps(data, indent=1) + "\n")
-    _show(result, verdict, Console(stderr=str(json) == "-"))
-    if str(json) == "-":
-        typer.echo(json_format.dumps(data, indent=1))
+    write_json(json, data)
+    _show(result, verdict, console_for(json))
     if verdict:
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.options import check_distinct, check_output_file
+from kda_tooling.commands.outputs import console_for
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -23,13 +24,10 @@ def register(app: typer.Typer) -> None:
     )(report)
 
 
-def show(result: SweepResult, every_arm: bool, to_stderr: bool = False) -> None:
+def show(result: SweepResult, every_arm: bool, console: Console) -> None:
     """Print a sweep: the machine, then its tables; ``every_arm`` lists all arms, not each lane's fastest."""
     from kda_tooling.bench.tables import header, tables
 
-    console = Console(stderr=to_stderr)
-    if not console.is_terminal:
-        console = Console(stderr=to_stderr, width=200)
     console.print(plain(header(result)))
     for table in tables(result, every_arm):
         console.print(table)
@@ -78,4 +76,4 @@ def report(
         typer.echo(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
     for result, _ in loaded:
         if not json:
-            show(result, every_arm)
+            show(result, every_arm, console_for())

@@ -13,13 +13,12 @@ from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
     LANES,
-    check_distinct,
-    check_output_file,
     interpreter_chosen,
     parse_lower_bound,
     refuse,
     rename_shape_fields,
 )
+from kda_tooling.commands.outputs import check_outputs, console_for, write_output
 from kda_tooling.commands.report import show
 from kda_tooling.terminal import plain
 
@@ -52,14 +51,12 @@ def _check_outputs(json: Path | None, plot: Path | None) -> None:
     """Refuse files that could not be written after minutes of measuring."""
     from kda_tooling.bench.plot import check_picture_path
 
-    if json is not None and str(json) != "-":
-        check_output_file("--json", json)
     if plot is not None:
         try:
             check_picture_path(plot)
         except ValueError as error:
             raise refuse("--plot", f"{error}.") from None
-    check_distinct({"--json": json, "--plot": plot})
+    check_outputs({"--json": json, "--plot": plot})
 
 
 def sweep(
@@ -133,15 +130,12 @@ def sweep(
     _check_outputs(json, plot)
     _require_gpu()
     result = _measure(settings)
-    if json is not None and str(json) != "-":
-        json.write_text(result.to_json() + "\n")
-    show(result, every_arm or sweep_bv, to_stderr=str(json) == "-")
+    write_output(json, result.to_json() + "\n")
+    show(result, every_arm or sweep_bv, console_for(json))
     if plot is not None:
         from kda_tooling.bench.plot import plot as draw
 
         draw([result], plot)
-    if str(json) == "-":
-        typer.echo(result.to_json())
 
 
 def _measure(settings: SweepSettings) -> SweepResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +14,12 @@ from kda_tooling.commands.gate import GATES, MODES, OPTIONS, HeadKDim, Heads, He
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
-    check_output_file,
     check_output_folder,
     interpreter_chosen,
     refuse,
     rename_shape_fields,
 )
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -88,8 +87,7 @@ def tune(
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     check_output_folder("--into", into)
-    if json is not None and str(json) != "-":
-        check_output_file("--json", json)
+    check_outputs({"--json": json})
     try:
         compared = load_table(check) if check is not None else None
     except TableError as error:
@@ -101,11 +99,8 @@ def tune(
 
     changed = changes(result, compared) if compared is not None else []
     summary = _summary(result) | ({"changes": changed} if compared is not None else {})
-    if json is not None and str(json) != "-":
-        json.write_text(json_format.dumps(summary, indent=1) + "\n")
-    _show(result, changed, Console(stderr=str(json) == "-"))
-    if str(json) == "-":
-        typer.echo(json_format.dumps(summary, indent=1))
+    write_json(json, summary)
+    _show(result, changed, console_for(json))
     if changed:
         raise typer.Exit(1)
 
@@ -155,7 +150,6 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
     """Run with a progress bar for compiling and one for the groups."""
     from rich.progress import Progress
 
-    from kda_backend.gate import TableError
     from kda_tooling.tuning.run import run_tune
 
     command = " ".join(["kda", *sys.argv[1:]])
@@ -175,7 +169,7 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
                 on_group=on_group,
                 on_step=lambda step: progress.update(measuring, description=f"{names['group']}: {step}"),
             )  # fmt: skip
-        except (ValueError, TableError) as error:
+        except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         progress.update(measuring, total=1, completed=1, description="measured")
     return result

@@ -1,0 +1,63 @@
+"""Where a command's data goes, a file or standard output ('-'), and where it then speaks to people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from kda_tooling.commands.options import check_distinct, check_output_file, refuse
+
+PIPE_WIDTH = 200
+"""Columns where no terminal says how many there are: tables are not cropped to 80."""
+
+
+def is_stdout(file: Path | None) -> bool:
+    """Whether an output option names standard output."""
+    return str(file) == "-"
+
+
+def console_for(*files: Path | None) -> Console:
+    """Where people read: beside data on standard output, that is standard error."""
+    stderr = any(map(is_stdout, files))
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None) -> None:
+    """Refuse output files that cannot be written, two that are one, and one that is also read.
+
+    Args:
+        outputs: option -> file.
+        inputs: option or argument -> file that the command reads.
+
+    Raises:
+        typer.BadParameter: which option, and why.
+    """
+    if sum(map(is_stdout, outputs.values())) > 1:
+        raise refuse(list(outputs)[-1], "standard output ('-') is taken by another option.")
+    files = {option: file for option, file in outputs.items() if file is not None and not is_stdout(file)}
+    for option, file in files.items():
+        check_output_file(option, file)
+    check_distinct({**(inputs or {}), **files})
+
+
+def write_output(file: Path | None, text: str) -> None:
+    """Write ``text`` to a file, to standard output, or nowhere."""
+    if is_stdout(file):
+        typer.echo(text, nl=False)
+    elif file is not None:
+        file.write_text(text, encoding="utf-8")
+
+
+def write_json(file: Path | None, data: Any) -> None:
+    """`write_output` of ``data`` as JSON, which knows neither NaN nor infinities.
+
+    Raises:
+        ValueError: ``data`` has one of those.
+    """
+    write_output(file, json.dumps(data, allow_nan=False, indent=1) + "\n")

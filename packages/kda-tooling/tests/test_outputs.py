@@ -1,0 +1,49 @@
+"""Where a command's data goes, and which files are refused before anything runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import typer
+
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json, write_output
+
+
+def test_a_file_that_is_only_read_need_not_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, report = tmp_path / "table.json", tmp_path / "report.json"
+    table.write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != table)
+    check_outputs({"--json": report}, {"TABLE": table})
+    with pytest.raises(typer.BadParameter, match=r"table\.json cannot be written"):
+        check_outputs({"--json": table})
+
+
+def test_two_uses_of_one_file_or_of_standard_output_are_refused(tmp_path: Path) -> None:
+    one, dash = tmp_path / "one.json", Path("-")
+    with pytest.raises(typer.BadParameter, match="also the file of TABLE"):
+        check_outputs({"--json": one}, {"TABLE": one})
+    with pytest.raises(typer.BadParameter, match="also the file of --json"):
+        check_outputs({"--json": one, "--plot": tmp_path / "." / "one.json"})
+    with pytest.raises(typer.BadParameter, match="standard output"):
+        check_outputs({"--json": dash, "--markdown": dash})
+    check_outputs({"--json": dash, "--markdown": one, "--plot": None})
+
+
+def test_data_goes_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.json"
+    write_json(path, {"us": 1.5})
+    assert path.read_text() == '{\n "us": 1.5\n}\n'
+    write_output(Path("-"), "text\n")
+    write_output(None, "nothing")
+    assert capsys.readouterr().out == "text\n"
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"us": float("nan")})
+    assert path.read_text() == '{\n "us": 1.5\n}\n'
+
+
+def test_people_read_on_standard_error_beside_data() -> None:
+    assert console_for(None, Path("-")).stderr
+    assert not console_for(None, Path("a.json")).stderr
+    assert console_for().width >= 200
