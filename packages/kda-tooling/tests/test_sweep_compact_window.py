@@ -97,8 +97,9 @@ def test_a_wrong_arm_is_not_timed(problems: Problems) -> None:
         check_bits(problems.layers[0], replaced(arms, "kda fused+ring compact", verify=other))
 
 
-def test_rounds_one_after_another_are_those_of_the_plain_lane(problems: Problems) -> None:
-    """What is timed is replayed many times over."""
+def test_rounds_one_after_another_are_those_of_the_plain_lane(device: str) -> None:
+    """What is timed is replayed many times over; with two ring banks, the third round is in the first one's."""
+    problems = build_problems(BOTH, 2, 2, 1, device)
     arms = build_arms(BOTH, problems.layers[0], [])
     accept_lens = torch.tensor([2, 1], dtype=torch.int32, device=problems.state.ssm_state.device)
     conv, ssm = problems.state.conv_state.clone(), problems.state.ssm_state.clone()

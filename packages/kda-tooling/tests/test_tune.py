@@ -33,7 +33,7 @@ MACHINE = Machine(
 SMALL = TuneSettings(
     shape=SHAPE, draft_tokens=(2,), batch_sizes=(1, 2, 3), forms=("recurrent",), modes=("ring",), finalists=2
 )
-REAL_CHECK = measure.check
+REAL_CHECK, REAL_ROUNDS = measure.check, measure.two_rounds
 CONFIGS = [LaunchConfig(16, 1), LaunchConfig(32, 1), LaunchConfig(64, 4)]
 
 
@@ -57,6 +57,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS)
     monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config: [(config, Figures(64, 0, 0))])
     monkeypatch.setattr(measure, "check", lambda *_: None)
+    monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
     monkeypatch.setattr(measure, "capture", lambda calls: calls)
     monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))
     monkeypatch.setattr(run, "device_memory", lambda: 1 << 40)
@@ -146,15 +147,17 @@ def test_other_bits_are_a_failure_that_is_told_and_never_timed(
 
     monkeypatch.setattr(measure, "arm_of", arm_of)
     monkeypatch.setattr(measure, "check", REAL_CHECK)
-    result = tuned(usual)
+    monkeypatch.setattr(measure, "two_rounds", REAL_ROUNDS)
+    monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
+    result = tuned(usual, dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), batch_sizes=(1,)))
     (failure,) = result.failures
     assert (failure.lane, failure.config, failure.broken) == ("fused+ring", wrong, True)
     assert "output" in failure.error
-    assert all(cell.config("fused+ring") != wrong for cell in result.table.cells)
+    assert [cell.config("fused+ring") for cell in result.table.cells] == [CONFIGS[2]]
 
 
 def test_a_fold_on_verify_that_replays_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dataclasses.replace(SMALL, options=("fold-on-verify",), batch_sizes=(1,))
+    settings = dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), options=("fold-on-verify",), batch_sizes=(1,))
     (group,) = settings.groups()
     problems = measure.check_problems(settings, group, "cpu")
     accept_lens = torch.full((measure.CHECK_BATCH,), 1, dtype=torch.int32)
