@@ -188,8 +188,7 @@ class TestPool:
         ]
         write_table(own_table(SMALL, device, *cells), tmp_path)
         monkeypatch.setenv("KDA_GATE_TABLES", str(tmp_path))
-        pool = self.pool(device, fold_on_verify=folding)
-        pool.compact_window = compact  # type: ignore[attr-defined]
+        pool = self.pool(device, fold_on_verify=folding, compact_window=compact)
         pool.begin(torch.arange(2, device=device), STEPS)
         choice = pool.lane_choice()
         assert (choice.lane, choice.source) == ("fused+ring", "user table")
