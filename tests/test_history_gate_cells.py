@@ -12,6 +12,7 @@ from benchmarks import store
 from kda_backend import LANES
 from kda_backend.gate import CellKey
 from kda_kernels import KdaShape
+from kda_tooling.dtypes import long_dtype
 from kda_tooling.history import gate_cells
 from kda_tooling.history.gate_cells import DEFAULTS, NEEDED, GatePlace, gate_place, machine_name, of_machine
 from kda_tooling.history.reading import CellName
@@ -46,7 +47,7 @@ def test_the_defaults_are_what_the_suite_is_about() -> None:
     shape = benchmarks.SETTINGS["shape"]
     assert isinstance(shape, dict)
     assert KdaShape(*(int(DEFAULTS[one]) for one in ("H", "HV", "K", "V"))) == KdaShape(**shape)
-    assert gate_cells.DTYPES[str(benchmarks.SETTINGS["dtype"])] == DEFAULTS["dtype"]
+    assert long_dtype(str(benchmarks.SETTINGS["dtype"])) == DEFAULTS["dtype"]
     assert (benchmarks.SETTINGS["lower_bound"] is not None) == (DEFAULTS["gate"] == "safe")
     assert not any(benchmarks.SETTINGS.get(option) for option in benchmarks.UNSET), "option plain"
     assert tuple(RING) == NAMES

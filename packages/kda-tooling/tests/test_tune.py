@@ -55,7 +55,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     measure_group = measure.measure_group
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS)
-    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config: [(config, Figures(64, 0, 0))])
+    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config: [(config, Figures(64, 0))])
     monkeypatch.setattr(measure, "check", lambda *_: None)
     monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
     monkeypatch.setattr(measure, "capture", lambda calls: calls)
@@ -175,7 +175,7 @@ def test_a_fold_on_verify_that_replays_wrongly_is_found(monkeypatch: pytest.Monk
 def test_compiling_gives_figures_and_names_what_fails() -> None:
     settings = dataclasses.replace(SMALL, batch_sizes=(1,))
     (group,) = settings.groups()
-    assert compiling.compile_one(settings, group, "fused+ring", CONFIGS[2], "cpu") == [(CONFIGS[2], Figures(0, 0, 0))]
+    assert compiling.compile_one(settings, group, "fused+ring", CONFIGS[2], "cpu") == [(CONFIGS[2], Figures(0, 0))]
     gluon = LaunchConfig(64, 4, rows_per_thread=4)  # not for the interpreter
     ((config, error),) = compiling.compile_one(settings, group, "fused+ring", gluon, "cpu")
     assert config == gluon
@@ -188,7 +188,7 @@ def test_what_cannot_be_compiled_is_told_and_the_lane_says_why(
     def compile_one(settings: TuneSettings, group: Any, lane: str, config: LaunchConfig) -> Any:
         if lane == "fused+ring":
             raise RuntimeError("out of\nregisters")
-        return [(config, Figures(64, 0, 0))]
+        return [(config, Figures(64, 0))]
 
     monkeypatch.setattr(compiling, "compile_one", compile_one)
     result = tuned(usual)
@@ -266,14 +266,14 @@ def test_candidates_are_launch_configurations_that_fit(lane: str) -> None:
 
 def test_registers_are_capped_where_that_fits_another_program() -> None:
     tile = LaunchConfig(64, 4, rows_per_thread=4)
-    assert capped(tile, Figures(150, 0, 0)) == [dataclasses.replace(tile, max_registers=128)]  # 3 programs to 4
-    assert capped(tile, Figures(180, 0, 0)) == [dataclasses.replace(tile, max_registers=168)]  # 2 to 3
-    assert capped(tile, Figures(128, 0, 0)) == []
-    assert capped(tile, Figures(150, 8, 0)) == []
+    assert capped(tile, Figures(150, 0)) == [dataclasses.replace(tile, max_registers=128)]  # 3 programs to 4
+    assert capped(tile, Figures(180, 0)) == [dataclasses.replace(tile, max_registers=168)]  # 2 to 3
+    assert capped(tile, Figures(128, 0)) == []
+    assert capped(tile, Figures(150, 8)) == []
     wide = LaunchConfig(128, 8, rows_per_thread=4)
-    assert capped(wide, Figures(200, 0, 0)) == [dataclasses.replace(wide, max_registers=128)]  # 1 to 2
-    assert ruled_out(Figures(128, 256, 0)) is None
-    assert "260 bytes" in str(ruled_out(Figures(128, 260, 0)))
+    assert capped(wide, Figures(200, 0)) == [dataclasses.replace(wide, max_registers=128)]  # 1 to 2
+    assert ruled_out(Figures(128, 256)) is None
+    assert "260 bytes" in str(ruled_out(Figures(128, 260)))
 
 
 def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None:
@@ -297,15 +297,11 @@ def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.
     class Kernel:
         n_regs: int
         n_spills: int
-        metadata: Any
 
-    class Metadata:
-        shared = 7
-
-    kernels = iter([Kernel(10, 3, Metadata), Kernel(20, 1, Metadata)])
+    kernels = iter([Kernel(10, 3), Kernel(20, 1)])
     monkeypatch.setattr(_launch, "LAUNCHER", lambda *_: next(kernels))
     ordinary = _launch.LAUNCHER
-    assert compiling._figures(lambda: [_launch.LAUNCHER(), _launch.LAUNCHER()]) == Figures(20, 12, 7)
+    assert compiling._figures(lambda: [_launch.LAUNCHER(), _launch.LAUNCHER()]) == Figures(20, 12)
     with contextlib.suppress(StopIteration):
         compiling._figures(lambda: _launch.LAUNCHER())
     assert _launch.LAUNCHER is ordinary

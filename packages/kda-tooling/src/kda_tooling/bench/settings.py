@@ -12,9 +12,10 @@ import torch
 
 from kda_backend import LANES, lane_mode
 from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
+from kda_tooling.dtypes import LONG_NAMES
 
 KINDS = ("verify", "round", "commit")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for short, name in LONG_NAMES.items()}
 MAX_BATCH = 4096
 MAX_DRAFT_TOKENS = 64
 MAX_PASSES = 1001

@@ -20,6 +20,7 @@ from kda_tooling.commands.options import (
     rename_shape_fields,
 )
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
+from kda_tooling.dtypes import short_dtype
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -129,11 +130,6 @@ def kinds_of(forms: list[str], modes: list[str], options: list[str], gates: list
     """The options that say which kinds of verify, as `TuneSettings` has them, each once."""
     kinds = {"forms": forms, "modes": modes, "options": options, "gates": gates}
     return {name: tuple(dict.fromkeys(values)) for name, values in kinds.items()}
-
-
-def short_dtype(name: str) -> str:
-    """bf16 or fp16 for bfloat16 or float16, as `kda gate` and tables have them; anything else as it is."""
-    return {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
 
 def require_gpu() -> None:

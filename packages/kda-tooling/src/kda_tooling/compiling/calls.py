@@ -29,12 +29,12 @@ from kda_kernels import (
 from kda_kernels.buffers import KEPT_INPUTS
 from kda_kernels.defaults import PORTABLE
 from kda_kernels.pending_checks import BANKS
+from kda_tooling.bench.settings import DTYPES
 
 if TYPE_CHECKING:
     from kda_tooling.compiling.specs import CompileSpec
 
 _SLOTS, _BATCH, _LAYERS = 4, 2, 2
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def call(spec: CompileSpec) -> None:
@@ -55,7 +55,7 @@ def _config(spec: CompileSpec) -> LaunchConfig:
 
 
 def _call_verify(spec: CompileSpec) -> None:
-    shape, dtype, steps = _shape(spec), _DTYPES[spec.dtype], spec.draft_tokens
+    shape, dtype, steps = _shape(spec), DTYPES[spec.dtype], spec.draft_tokens
     tokens, (_, hv), k = _BATCH * steps, spec.heads, spec.head_dim
     weight = torch.float32 if spec.fp32_weight else dtype
     params = LayerParams(
@@ -119,7 +119,7 @@ def _tracking(spec: CompileSpec) -> dict[str, torch.Tensor]:
 
 def _call_fold(spec: CompileSpec) -> None:
     shape, steps = _shape(spec), spec.draft_tokens
-    ring = Ring.allocate(shape, slots=_SLOTS, length=steps, dtype=_DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS)
+    ring = Ring.allocate(shape, slots=_SLOTS, length=steps, dtype=DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS)
     fold(
         torch.zeros(_LAYERS, _SLOTS, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
         ring,
@@ -137,7 +137,7 @@ def _call_fold(spec: CompileSpec) -> None:
 def _call_scatter(spec: CompileSpec) -> None:
     shape, steps = _shape(spec), spec.draft_tokens
     state = LayerState.allocate(
-        shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=_DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS
+        shape, slots=_SLOTS, rows=_BATCH, steps=steps, dtype=DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS
     )
     common: dict[str, Any] = {
         "slots": torch.arange(_BATCH, dtype=torch.int32),
@@ -157,7 +157,7 @@ def _call_scatter(spec: CompileSpec) -> None:
 
 
 def _call_gather(spec: CompileSpec) -> None:
-    dtype = _DTYPES[spec.dtype]
+    dtype = DTYPES[spec.dtype]
     gather_conv(
         torch.zeros(_LAYERS, _SLOTS, CONV_WIDTH - 1, _shape(spec).conv_dim, dtype=dtype),
         torch.zeros(_LAYERS, KEPT_INPUTS, dtype=torch.int64),
@@ -189,7 +189,7 @@ def _call_flush(spec: CompileSpec) -> None:
     flush(
         torch.zeros(_LAYERS, _SLOTS, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim),
         Ring.allocate(
-            shape, slots=slots, length=spec.draft_tokens, dtype=_DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS
+            shape, slots=slots, length=spec.draft_tokens, dtype=DTYPES[spec.dtype], device="cpu", num_layers=_LAYERS
         ),
         PendingFold.allocate(shape, slots=_SLOTS, device="cpu", num_layers=_LAYERS),
         shape=shape,

@@ -10,8 +10,7 @@ from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY, GATES
 from kda_kernels.aot import TARGETS
 from kda_tooling.compiling.budget import Limits
 from kda_tooling.compiling.specs import CompileSpec, Specs
-
-DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+from kda_tooling.dtypes import short_dtype
 
 
 def load_tables(folder: Path) -> list[Table]:
@@ -46,7 +45,7 @@ def _specs(table: Table, cell: Cell) -> list[CompileSpec]:
         CompileSpec(
             "verify_unfused" if lane.startswith("unfused") else "verify_fused", key.mode,
             heads=(shape.num_heads, shape.num_v_heads), head_dim=shape.head_k_dim, head_v_dim=v,
-            draft_tokens=key.draft_tokens, dtype=DTYPES[table.dtype], safe_gate=key.gate == GATES[0],
+            draft_tokens=key.draft_tokens, dtype=short_dtype(table.dtype), safe_gate=key.gate == GATES[0],
             config=figures.config, chunked=key.form == "chunked", pending=FOLD_ON_VERIFY in key.option,
             compact=COMPACT_WINDOW in key.option,
         )

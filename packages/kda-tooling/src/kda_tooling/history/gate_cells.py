@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kda_backend.gate import OPTIONS, CellKey, Table
 from kda_backend.lanes import LANES, lane_mode
 from kda_kernels import KdaShape
+from kda_tooling.dtypes import long_dtype
 from kda_tooling.history.reading import CellName
 
 VERIFY_BENCHMARKS = ("ring_latency.RingLatency.track_verify", "lane_latency.LaneLatency.track_verify")
@@ -30,7 +31,6 @@ DEFAULTS: Mapping[str, str] = {
     "option": OPTIONS[0],
 }  # fmt: skip
 NEEDED = ("lane", "T", "B")
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class GatePlace(NamedTuple):
@@ -75,4 +75,4 @@ def gate_place(name: CellName, param_names: tuple[str, ...]) -> GatePlace | None
         return None
     if (key.option == OPTIONS[0]) != (name.benchmark in VERIFY_BENCHMARKS):
         return None
-    return GatePlace(shape, DTYPES.get(said["dtype"], said["dtype"]), key, lane)
+    return GatePlace(shape, long_dtype(said["dtype"]), key, lane)

@@ -22,7 +22,6 @@ REGISTER_CAPS = (128, 168)
 MOST_SPILLS = 256
 """Bytes of stack per thread above which a configuration is not timed: every measured one lost."""
 
-
 ONE_WAVE_WARPS = 132 * 16
 """Warps that are resident at once at 128 registers a thread, on 132 SMs."""
 
@@ -34,12 +33,10 @@ class Figures:
     Args:
         registers: per thread, the most of them.
         spills: bytes of stack per thread, the most of them.
-        shared: bytes of shared memory, the most of them.
     """
 
     registers: int
     spills: int
-    shared: int
 
 
 def candidates(shape: KdaShape, draft_tokens: int, form: str, lane: str, nvidia: bool) -> list[LaunchConfig]:

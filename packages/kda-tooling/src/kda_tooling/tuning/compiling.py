@@ -145,7 +145,6 @@ def _figures(call: Callable[[], Any]) -> Figures:
     return Figures(
         registers=max((kernel.n_regs for kernel in kernels), default=0),
         spills=max((4 * kernel.n_spills for kernel in kernels), default=0),  # Triton counts words
-        shared=max((kernel.metadata.shared for kernel in kernels), default=0),
     )
 
 

@@ -8,12 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kda_backend.gate import Decision, decide, load_table, table_name
+from kda_backend.gate import Decision, Table, decide, load_table
 from kda_backend.gate.cells import GATES
 from kda_backend.gate.env import TABLES
-from kda_backend.lanes import Target
 from kda_kernels import LaunchConfig
 from kda_tooling.bench.arms import Arm, config_name
 from kda_tooling.bench.machine import Machine, describe_machine
@@ -21,6 +18,7 @@ from kda_tooling.bench.settings import DTYPES
 from kda_tooling.peers import Peer
 from kda_tooling.tuning.compiling import Job, arm_of, compile_jobs
 from kda_tooling.tuning.measure import deciding, time_arms
+from kda_tooling.tuning.run import table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
 
 PASSES = 7
@@ -87,19 +85,18 @@ class RegretResult:
 
 def decision_at(settings: TuneSettings, group: Group, batch: int, machine: Machine, folder: Path) -> Decision:
     """What the gate decides there on ``machine`` by the tables in ``folder``."""
-    target = Target("cuda", machine.sm) if torch.version.hip is None else Target("hip")
     return decide(
         settings.shape, mode=group.mode, batch=batch, draft_tokens=group.draft_tokens, device_name=machine.gpu,
-        target=target, form=group.form, safe_gate=group.gate == GATES[0], option=group.option,
+        target=target_of(machine), form=group.form, safe_gate=group.gate == GATES[0], option=group.option,
         dtype=DTYPES[settings.dtype], environ={TABLES: str(folder)},
     )  # fmt: skip
 
 
-def alternatives(settings: TuneSettings, group: Group, path: Path) -> list[tuple[str, LaunchConfig]]:
-    """(lane, configuration) of everything that the table in ``path`` has for the group's T, at any B."""
+def alternatives(table: Table, group: Group) -> list[tuple[str, LaunchConfig]]:
+    """(lane, configuration) of everything that ``table`` has for the group's T, at any B."""
     found = {
         (lane, figures.config): None
-        for cell in load_table(path).cells
+        for cell in table.cells
         if cell.key == group.key(cell.key.batch)
         for lane, figures in cell.lanes.items()
         if figures.config is not None
@@ -123,10 +120,9 @@ def measure_regret(
     """
     started = time.monotonic()
     machine = describe_machine()
-    dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
-    path = folder / table_name(settings.shape, machine.gpu, dtype)
-    load_table(path)
-    groups = {group: found for group in settings.groups() if (found := alternatives(settings, group, path))}
+    path = table_file(settings, machine, folder)
+    table = load_table(path)
+    groups = {group: found for group in settings.groups() if (found := alternatives(table, group))}
     if not groups:
         raise ValueError(f"{path} has no cell of what is asked for")
     jobs: list[Job] = [(group, lane, config) for group, found in groups.items() for lane, config in found]
@@ -145,7 +141,7 @@ def measure_regret(
             settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=peers
         )
         results.append(_regret(group, batch, decision, chosen, arms, {n: deciding(t) for n, t in times.items()}))
-    return RegretResult(machine, str(path.name), results, time.monotonic() - started)
+    return RegretResult(machine, path.name, results, time.monotonic() - started)
 
 
 def _regret(

@@ -12,8 +12,8 @@ import torch
 from kda_backend.gate import Cell, CellKey, Provenance, Table, judged, load_table, table_name, write_table
 from kda_backend.lanes import Target
 from kda_tooling.bench.machine import Machine, describe_machine
-from kda_tooling.bench.settings import DTYPES
 from kda_tooling.bench.sweep import check_memory
+from kda_tooling.dtypes import long_dtype
 from kda_tooling.tuning.compiling import Failure, candidate_jobs, compile_jobs
 from kda_tooling.tuning.measure import FINAL_PASSES, measure_group
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -51,9 +51,14 @@ def provenance_of(settings: TuneSettings, machine: Machine, command: str) -> Pro
     )  # fmt: skip
 
 
-def arch_of(machine: Machine) -> str:
-    """What a table calls the machine's architecture: "sm90", or the backend's name."""
-    return str(Target("cuda", machine.sm) if torch.version.hip is None else Target("hip"))
+def target_of(machine: Machine) -> Target:
+    """What kernels run on there, whose `str` is a table's ``arch``."""
+    return Target("cuda", machine.sm) if torch.version.hip is None else Target("hip")
+
+
+def table_file(settings: TuneSettings, machine: Machine, folder: Path) -> Path:
+    """The file in ``folder`` that has the machine's table for these heads and this dtype."""
+    return folder / table_name(settings.shape, machine.gpu, long_dtype(settings.dtype))
 
 
 def device_memory() -> int:
@@ -68,10 +73,9 @@ def start_table(settings: TuneSettings, machine: Machine, command: str, into: Pa
         ValueError: what is there cannot be read, or was measured with other versions or rules, so that its cells cannot
             stand beside new ones; ``fresh`` leaves it out of account.
     """
-    dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
-    path = into / table_name(settings.shape, machine.gpu, dtype)
+    path = table_file(settings, machine, into)
     own = provenance_of(settings, machine, command)
-    new = Table(settings.shape, machine.gpu, arch_of(machine), dtype, own)
+    new = Table(settings.shape, machine.gpu, str(target_of(machine)), long_dtype(settings.dtype), own)
     if fresh or not path.exists():
         return new, path
     old = load_table(path)

@@ -17,7 +17,7 @@ from kda_backend.gate.cells import (
     lanes_of,
 )
 from kda_backend.gate.table import MOST_MARGIN
-from kda_kernels import FORMS, KdaShape
+from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
 from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
 
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -108,7 +108,7 @@ class TuneSettings:
         if not self.groups():
             raise ValueError(
                 "--form, --mode, --option and --draft-tokens leave nothing to measure: form chunked and fold-on-verify "
-                "go with mode ring only, and form chunked takes up to 16 tokens"
+                f"go with mode ring only, and form chunked takes up to {MAX_CHUNKED_TOKENS} tokens"
             )
 
     def groups(self) -> list[Group]:

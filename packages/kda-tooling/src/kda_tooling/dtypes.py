@@ -1,0 +1,18 @@
+"""Names of the activation dtypes: short ones in commands that time and compile, torch's in gate tables.
+
+No torch here, so that ``--help`` need not import it.
+"""
+
+from __future__ import annotations
+
+LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def long_dtype(name: str) -> str:
+    """bfloat16 or float16 for bf16 or fp16; anything else as it is."""
+    return LONG_NAMES.get(name, name)
+
+
+def short_dtype(name: str) -> str:
+    """bf16 or fp16 for bfloat16 or float16; anything else as it is."""
+    return {long: short for short, long in LONG_NAMES.items()}.get(name, name)
