@@ -19,7 +19,7 @@ pytest.importorskip(
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kda_backend import LANES, MODES, Target, choose_lane
+from kda_backend import LANES, MODES, Target, conservative_lane
 from kda_backend.gate import ENV, OPTIONS, SOURCES, Decision, Table, decide, decisions, write_table
 from kda_backend.gate.cells import GATES, lanes_of
 from kda_backend.gate.decisions import forget_decisions, tune_command
@@ -55,8 +55,8 @@ class TestLookUp:
     def test_without_any_table_the_conservative_rule_decides(self, packaged: Path) -> None:
         for batch in (0, 1, 2):
             decision = ask(packaged, batch=batch)
-            rule = choose_lane(SHAPE, mode="ring", batch=batch, draft_tokens=4, target=SM90)
-            assert (decision.lane, decision.launch, decision.reason) == (rule.lane, None, rule.reason)
+            rule, reason = conservative_lane("ring", batch, 4, SM90)
+            assert (decision.lane, decision.launch, decision.reason) == (rule, None, reason)
             assert decision.source == "default"
             names = [step.name for step in decision.steps]
             assert names == ["user table", "packaged table", "same-sm table", "conservative rule"]
@@ -186,8 +186,8 @@ class TestBuckets:
     def test_another_device_of_the_architecture(self, packaged: Path, verdicts: Any, batch: int, lane: Any) -> None:
         write_table(a_table(*cells(verdicts)), packaged)
         decision = ask(packaged, device_name=H100, batch=batch)
-        rule = choose_lane(SHAPE, mode="ring", batch=batch, draft_tokens=4, target=SM90)
-        assert decision.lane == (lane or rule.lane)
+        rule, _ = conservative_lane("ring", batch, 4, SM90)
+        assert decision.lane == (lane or rule)
         assert decision.source == "same-sm table"
         assert decision.launch == (FAST_CONFIG if decision.lane == "fused+ring" else SLOW_CONFIG)
         assert (decision.steps[-1].name == "conservative rule") == (lane is None)
@@ -370,8 +370,8 @@ class TestTrust:
             for name in (H200, H100):
                 for batch in (1, 2):
                     decision = ask(packaged, batch=batch, device_name=name)
-                    rule = choose_lane(SHAPE, mode="ring", batch=batch, draft_tokens=4, target=SM90)
-                    assert (decision.lane, decision.launch) == (rule.lane, None)
+                    rule, _ = conservative_lane("ring", batch, 4, SM90)
+                    assert (decision.lane, decision.launch) == (rule, None)
         about = [record for record in caplog.records if str(path) in record.getMessage()]
         assert len(about) == 1
         assert len([record for record in caplog.records if "kda tune --" in record.getMessage()]) == 1

@@ -1,7 +1,7 @@
 """Backend for engines: the state pool, its slots and bytes, and the verify/commit round over all KDA layers."""
 
 from kda_backend.commit import commit_layers
-from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, LaneChoice, Target, choose_lane, lane_mode
+from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, Target, conservative_lane, lane_mode
 from kda_backend.plan import MemoryPlan, memory_plan
 from kda_backend.pool import StatePool
 from kda_backend.slots import PoolExhausted, SlotAllocator, SlotState
@@ -12,15 +12,14 @@ __all__ = [
     "LANES",
     "MODES",
     "REFERENCE_LANE",
-    "LaneChoice",
     "MemoryPlan",
     "PoolExhausted",
     "SlotAllocator",
     "SlotState",
     "StatePool",
     "Target",
-    "choose_lane",
     "commit_layers",
+    "conservative_lane",
     "lane_mode",
     "memory_plan",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape, LaunchConfig, Ring, Snapshots
+from kda_kernels import MAX_CHUNKED_TOKENS, KdaShape, Ring, Snapshots
 from kda_kernels._launch import current_target, device_reason
 from kda_kernels.checks import ring_reason
 
@@ -51,71 +51,25 @@ class Target:
         return f"sm{self.arch}" if self.backend == "cuda" else self.backend
 
 
-@dataclass(frozen=True)
-class LaneChoice:
-    """A lane for a verify and why.
+def conservative_lane(mode: str, batch: int, draft_tokens: int, target: Target) -> tuple[str, str]:
+    """The lane where nothing was measured, and why: unfused, but fused+ring for one request on `FUSED_ARCHS`.
+
+    For verifies that the fused lane can take, on targets that run kernels (`not_fused_reason`, `no_kernels_reason`);
+    `kda_backend.gate.decide` asks those first. A function of its arguments alone.
 
     Args:
-        lane: one of `LANES`, or "reference" where no kernel can run.
-        config: launch configuration, or None for the kernels' own default.
-        reason: a sentence for people.
-    """
-
-    lane: str
-    config: LaunchConfig | None
-    reason: str
-
-
-def choose_lane(
-    shape: KdaShape,
-    *,
-    mode: str,
-    batch: int,
-    draft_tokens: int,
-    target: Target,
-    form: str = "recurrent",
-    ragged: bool = False,
-    tree: bool = False,
-    record: Ring | Snapshots | None = None,
-) -> LaneChoice:
-    """The lane of a verify, by the conservative rule: unfused, but fused+ring for one request on sm90, sm100, sm103.
-
-    What a fused lane cannot take goes to the unfused lane of the mode, and where no kernel can run to the torch
-    reference, with the reason. What no lane takes at all (a malformed ring, say) is for the op to refuse by name.
-    A function of its arguments alone.
-
-    Args:
-        shape: head layout.
         mode: "ring" or "snapshots": which record the verify writes.
         batch: B, batch positions, padded ones included.
         draft_tokens: T, the root included.
         target: what it runs on; `Target.of(device)`.
-        form: "recurrent" or "chunked".
-        ragged: whether the requests' lengths differ.
-        tree: whether the tokens have parents, that is, are no chain.
-        record: the layer's ring or snapshots as the caller built them, to be looked at; None if they need no look.
-
-    Raises:
-        ValueError: ``mode`` or ``form`` is unknown.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {FORMS}, got {form!r}")
     unfused, fused = ("unfused+ring", "fused+ring") if mode == "ring" else ("unfused", "fused")
-    if (why := no_kernels_reason(target)) is not None:
-        return LaneChoice(REFERENCE_LANE, None, f"{REFERENCE_LANE}: {why}")
-    why = not_fused_reason(mode, draft_tokens, form, ragged, tree)
-    if why is None and record is not None:
-        why = record_reason(record, shape, mode, draft_tokens)
-    if why is not None:
-        return LaneChoice(unfused, None, f"{unfused}: {fused} cannot take this, {why}")
     if mode == "ring" and batch == 1 and target.backend == "cuda" and target.arch in FUSED_ARCHS:
-        return LaneChoice(fused, None, f"{fused}: no table was measured; a lone request on {target} is faster fused")
-    return LaneChoice(
-        unfused, None,
+        return fused, f"{fused}: no table was measured; a lone request on {target} is faster fused"
+    return (
+        unfused,
         f"{unfused}: no table was measured for B={batch}, T={draft_tokens} on {target}, so the conservative lane",
-    )  # fmt: skip
+    )
 
 
 def no_kernels_reason(target: Target) -> str | None:
@@ -133,7 +87,7 @@ def no_kernels_reason(target: Target) -> str | None:
 
 
 def not_fused_reason(mode: str, draft_tokens: int, form: str, ragged: bool, tree: bool) -> str | None:
-    """Why the fused lane of ``mode`` cannot take such a verify, or None. Arguments as `choose_lane`."""
+    """Why the fused lane of ``mode`` cannot take such a verify, or None. Arguments as `kda_backend.gate.decide`."""
     if tree:
         return "its kernel takes chains, these tokens have parents (a tree)"
     if ragged:

@@ -17,7 +17,7 @@ from kda_backend.lanes import (
     MODES,
     REFERENCE_LANE,
     Target,
-    choose_lane,
+    conservative_lane,
     lane_mode,
     no_kernels_reason,
     not_fused_reason,
@@ -203,15 +203,12 @@ def _decide(question: _Question) -> Decision:
         source, bucket = found
         lane = bucket.lane or unfused
         return decided(lane, source, f"{source}, {bucket.said}", bucket.cell.config(lane))
-    rule = choose_lane(
-        question.shape, mode=question.mode, batch=question.batch, draft_tokens=question.draft_tokens,
-        target=question.target, form=question.form,
-    )  # fmt: skip
-    steps.append(Step("conservative rule", rule.reason))
+    lane, reason = conservative_lane(question.mode, question.batch, question.draft_tokens, question.target)
+    steps.append(Step("conservative rule", reason))
     if found is None:
-        return Decision(rule.lane, rule.config, "default", rule.reason, tuple(steps))
+        return Decision(lane, None, "default", reason, tuple(steps))
     source, bucket = found
-    return decided(rule.lane, source, f"the conservative rule; {bucket.said}", bucket.cell.config(rule.lane))
+    return decided(lane, source, f"the conservative rule; {bucket.said}", bucket.cell.config(lane))
 
 
 def _refuse_impossible(forced: str, mode: str, no_kernels: str | None, unfit: str | None) -> None:
