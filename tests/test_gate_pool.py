@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kda_backend import StatePool, Target
-from kda_backend.gate import OPTIONS, Cell, Table, device_name_of, load_table, pooled, write_table
+from kda_backend.gate import OPTIONS, Cell, Table, device_name_of, load_table, write_table
 from kda_backend.gate.cells import lanes_of
 from kda_backend.gate.folders import PACKAGED
 from kda_kernels import KdaShape, LaunchConfig, LayerParams
@@ -155,24 +156,21 @@ class TestPool:
             one_round(SMALL, device, "recurrent", "ring", batch)
         assert seen == [("unfused+ring", configs[0]), ("fused+ring", configs[1])]
 
-    def test_the_gate_is_asked_once_per_batch_size_length_form_and_gate(
-        self, monkeypatch: pytest.MonkeyPatch, device: str
-    ) -> None:
+    def test_the_gate_is_asked_once_per_round_form_and_gate(self, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+        from kda_backend import pool as module
+
         asked: list[dict[str, Any]] = []
-        real = pooled.decide
-        monkeypatch.setattr(pooled, "decide", lambda shape, **given: asked.append(given) or real(shape, **given))
+        real = module.decide
+        monkeypatch.setattr(module, "decide", lambda shape, **given: asked.append(given) or real(shape, **given))
         pool = self.pool(device)
-        for _ in range(3):
-            for batch in (1, 2):
-                pool.begin(torch.arange(batch, device=device), STEPS)
+        for batch in (1, 2):
+            pool.begin(torch.arange(batch, device=device), STEPS)
+            for _layer in range(2):
                 for form in ("recurrent", "chunked"):
                     for safe in (True, False):
-                        for _layer in range(2):
-                            pool.lane_choice(form, safe_gate=safe)
-        assert len(asked) == 8
-        pool.begin(torch.arange(1, device=device), STEPS - 1)
-        assert pool.lane_choice().source
-        assert len(asked) == 9
+                        pool.lane_choice(form, safe_gate=safe)
+        found = [(given["batch"], given["form"], given["safe_gate"]) for given in asked]
+        assert found == list(itertools.product((1, 2), ("recurrent", "chunked"), (True, False)))
         assert {given["dtype"] for given in asked} == {torch.bfloat16}
 
     @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 
 from kda_backend.commit import commit_layers
-from kda_backend.gate import Decision, option_name
-from kda_backend.gate.pooled import PoolGate
-from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, lane_mode
+from kda_backend.gate import Decision, decide, device_name_of, option_name
+from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, Target, lane_mode
 from kda_backend.rounds import Round
 from kda_backend.slots import check_int
 from kda_backend.storage import SlotStorage
@@ -184,7 +183,7 @@ class StatePool(SlotStorage):
     def lane_choice(self, form: str = "recurrent", *, safe_gate: bool = True) -> Decision:
         """The lane that `verify` takes in the open round if the caller names none, its launch configuration, and why.
 
-        By the dispatch gate (`kda_backend.gate.decide`, docs/gate.md), asked once per batch size and draft length.
+        By the dispatch gate (`kda_backend.gate.decide`, docs/gate.md), asked once per round, form and gate.
 
         Args:
             form: that of `verify`.
@@ -198,19 +197,20 @@ class StatePool(SlotStorage):
         try:
             return current.choices[form, safe_gate]
         except (KeyError, TypeError):  # TypeError: a form that cannot be hashed is refused by name
-            choice = self._gate.decision(
-                current.slots.shape[0], current.draft_tokens, form, safe_gate=safe_gate,
+            choice = self._decide(
+                batch=current.slots.shape[0], draft_tokens=current.draft_tokens, form=form, safe_gate=safe_gate,
                 ragged=current.starts is not None, tree=current.parents is not None,
             )  # fmt: skip
             current.choices[form, safe_gate] = choice
             return choice
 
     @functools.cached_property
-    def _gate(self) -> PoolGate:
-        """The dispatch gate with everything filled in that is the pool's."""
-        return PoolGate(
-            self.shape, self.mode, self.dtype, self.device,
-            option_name(fold_on_verify=self.pending is not None, compact_window=self.compact_window),
+    def _decide(self) -> Callable[..., Decision]:
+        """The dispatch gate with everything filled in that is the pool's; the device's name is read once."""
+        option = option_name(fold_on_verify=self.pending is not None, compact_window=self.compact_window)
+        return functools.partial(
+            decide, self.shape, mode=self.mode, dtype=self.dtype, device_name=device_name_of(self.device),
+            target=Target.of(self.device), option=option,
         )  # fmt: skip
 
     def commit(
