@@ -300,7 +300,10 @@ def test_the_command_exits_by_the_budget(tmp_path: Path) -> None:
     assert red.exit_code == 1, red.output
     assert re.search(r"gfx942 scatter_conv K128-T4: instructions \d+, over the budget of 10 by \d+", red.output)
     assert "--write-budget" in red.output
-    assert json.loads(report.read_text())["kernels"][0]["registers"] > 0
+    data = json.loads(report.read_text())
+    assert data["kernels"][0]["registers"] > 0
+    assert data["commit"]
+    assert data["whole"] is False, "a part of what is compiled says nothing of how much that is"
 
 
 def test_a_kernel_without_limits_and_limits_without_a_kernel_are_named(

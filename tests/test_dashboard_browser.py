@@ -19,6 +19,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 BROWSER = os.environ.get("KDA_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser on the PATH: none of {', '.join(NAMES)}")
 
+BYTES = "ring_bytes.RingBytes.track_head_step"
 SLOW = ("fused+ring", 4, 16)
 
 
@@ -29,11 +30,13 @@ def figures(place: tuple[Any, ...], number: int) -> float:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dashboard of eight invented commits."""
+    """The dashboard of eight invented commits, the last of them also on a machine that measured something else."""
     folder = tmp_path_factory.mktemp("dashboard")
     repository = Repository(folder / "repository")
     repository.describe()
     repository.history(8, figures)
+    repository.describe(BYTES, {"K": (128,)}, "bytes")
+    repository.record(7, lambda place, number: 1028.0, name=BYTES, machine="no_gpu", measured={})
     return dashboard.build(repository.folder, repository.results, folder / "html")
 
 
@@ -105,6 +108,13 @@ def test_a_graph_shows_the_commits_of_a_cell(shown: Page) -> None:
     assert canvas.evaluate(PAINTED) > 3
     points = page.evaluate("() => $('#main-graph').data('plot').getData().map(line => line.data.length)")
     assert points == [8]
+
+
+def test_a_benchmark_that_one_machine_lacks_is_shown_for_the_other(shown: Page) -> None:
+    page = shown.open(BYTES)
+    page.locator("#main-graph canvas.flot-base").wait_for()
+    page.wait_for_timeout(500)
+    assert page.evaluate("() => $('#main-graph').data('plot').getData().map(line => line.data.length)") == [1]
 
 
 def test_the_regression_list_names_the_slower_cell_and_its_commit(shown: Page) -> None:

@@ -128,7 +128,8 @@ def compile_report(
     # A pipe or a CI log has no width of its own, and a table squeezed into 80 columns drops figures.
     _print_tables(Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), measured)
     if json_file is not None:
-        data = _as_json(measured, problems, triton.__version__, seconds) | {"whole": selection.everything}
+        whole = selection.everything and tables is None and not new
+        data = _as_json(measured, problems, triton.__version__, seconds) | {"whole": whole}
         json_file.write_text(json.dumps(data, indent=1) + "\n")
     console.print(f"{len(measured)} kernels compiled with triton {triton.__version__} in {seconds:.0f} s")
     if problems:
