@@ -119,6 +119,12 @@ def test_a_budget_grows_by_what_is_new_and_holds_all(tmp_path: Path) -> None:
     assert f"{first}: registers" in " ".join(over.output.split())
 
 
+def test_a_folder_without_tables_needs_no_budget(tmp_path: Path) -> None:
+    result = run("--tables", str(tmp_path), "--budget", str(tmp_path / "none.json"), "--check")
+    assert result.exit_code == 0
+    assert "nothing to compile" in result.output
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     for arguments, message in (
         (["--tables", str(tmp_path / "none")], "is no folder"),

@@ -67,7 +67,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     ) -> run.TuneResult:
         monkeypatch.setattr(measure, "measure_interleaved", Clock(us))
         monkeypatch.setattr(run, "describe_machine", lambda: machine)
-        return run.run_tune(settings, "kda tune", tmp_path, **options)
+        return run.run_tune(settings, tmp_path, **options)
 
     return tune
 
@@ -290,6 +290,18 @@ def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None
     assert all(fits_heads(one, portable, heads, 128) for one in portable for heads in (1, 1 << 20))
     lone = every[:1]
     assert fits_heads(lone[0], lone, 1 << 20, 128)
+
+
+def test_a_table_says_how_to_make_it_again_and_not_where_it_lay(tuned: Callable[..., Any]) -> None:
+    assert TuneSettings().command == "kda tune"
+    command = tuned(usual, dataclasses.replace(SMALL, gates=("standard",), margin=0.05)).table.provenance.command
+    assert command == (
+        "kda tune --heads 1 --hv-heads 2 --head-k-dim 64 --head-v-dim 64 --draft-tokens 2 --batch-sizes 1 2 3 "
+        "--form recurrent --mode ring --gate standard --margin 0.05 --finalists 2"
+    )
+    again = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": "250"})
+    assert "no such option" not in again.output.lower()
+    assert "tuning" in again.output, "only the GPU is missing"
 
 
 def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,9 @@ def compile_report(
         selection = Selection(tuple(target or ()), tuple(kernel or ()), tuple(config or ()), source)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if tables is not None and not any(source.values()):
+        console.print("no table there names a kernel: nothing to compile")
+        return
     try:
         # A partial write keeps the other entries, so it must be able to read them.
         kept = (write and not selection.everything and budget.exists()) or (new and budget.exists())

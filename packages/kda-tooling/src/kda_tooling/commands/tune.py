@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,7 +147,6 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
 
     from kda_tooling.tuning.run import run_tune
 
-    command = " ".join(["kda", *sys.argv[1:]])
     with Progress(console=Console(stderr=True)) as progress:
         compiling = progress.add_task("compiling candidates", total=None)
         measuring = progress.add_task("measuring", total=None)
@@ -160,7 +158,7 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
 
         try:
             result = run_tune(
-                settings, command, into, fresh=fresh, resume=resume,
+                settings, into, fresh=fresh, resume=resume,
                 on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
                 on_group=on_group,
                 on_step=lambda step: progress.update(measuring, description=f"{names['group']}: {step}"),

@@ -43,10 +43,10 @@ class TuneResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def provenance_of(settings: TuneSettings, machine: Machine, command: str) -> Provenance:
+def provenance_of(settings: TuneSettings, machine: Machine) -> Provenance:
     """Where this run's figures are from."""
     return Provenance(
-        command=command, git_sha=machine.commit, date=machine.date, gpu=machine.gpu, driver=machine.driver,
+        command=settings.command, git_sha=machine.commit, date=machine.date, gpu=machine.gpu, driver=machine.driver,
         torch=machine.torch, triton=machine.triton, timing=TIMING, margin=settings.margin, passes=settings.passes,
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def device_memory() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def start_table(settings: TuneSettings, machine: Machine, command: str, into: Path, fresh: bool) -> tuple[Table, Path]:
+def start_table(settings: TuneSettings, machine: Machine, into: Path, fresh: bool) -> tuple[Table, Path]:
     """The table to add cells to, and its file: what the folder ``into`` has of it already, or none yet.
 
     Raises:
@@ -74,7 +74,7 @@ def start_table(settings: TuneSettings, machine: Machine, command: str, into: Pa
             stand beside new ones; ``fresh`` leaves it out of account.
     """
     path = table_file(settings, machine, into)
-    own = provenance_of(settings, machine, command)
+    own = provenance_of(settings, machine)
     new = Table(settings.shape, machine.gpu, str(target_of(machine)), long_dtype(settings.dtype), own)
     if fresh or not path.exists():
         return new, path
@@ -104,7 +104,6 @@ def with_cells(table: Table, cells: list[Cell]) -> Table:
 
 def run_tune(
     settings: TuneSettings,
-    command: str,
     into: Path,
     *,
     fresh: bool = False,
@@ -117,7 +116,6 @@ def run_tune(
 
     Args:
         settings: what to measure.
-        command: as it was called, for the table.
         into: folder of the table.
         fresh: cells that the file has already are dropped.
         resume: groups that the file has already, every batch size of them, are left as they are.
@@ -128,7 +126,7 @@ def run_tune(
         ValueError: see `start_table` and `kda_tooling.bench.sweep.check_memory`.
     """
     machine = describe_machine()
-    table, path = start_table(settings, machine, command, into, fresh)
+    table, path = start_table(settings, machine, into, fresh)
     result = TuneResult(table, path)
     groups = [
         group

@@ -111,6 +111,31 @@ class TuneSettings:
                 f"go with mode ring only, and form chunked takes up to {MAX_CHUNKED_TOKENS} tokens"
             )
 
+    @property
+    def command(self) -> str:
+        """The `kda tune` call of these settings, defaults left out: what a table says it was made by."""
+        usual, shape, words = TuneSettings(), self.shape, ["kda", "tune"]
+        for option, value, default in (
+            ("--heads", shape.num_heads, usual.shape.num_heads),
+            ("--hv-heads", shape.num_v_heads, shape.num_heads),
+            ("--head-k-dim", shape.head_k_dim, usual.shape.head_k_dim),
+            ("--head-v-dim", shape.head_v_dim, usual.shape.head_v_dim),
+            ("--dtype", self.dtype, usual.dtype),
+            ("--draft-tokens", self.draft_tokens, usual.draft_tokens),
+            ("--batch-sizes", self.batch_sizes, usual.batch_sizes),
+            ("--form", self.forms, usual.forms),
+            ("--mode", self.modes, usual.modes),
+            ("--option", self.options, usual.options),
+            ("--gate", self.gates, usual.gates),
+            ("--margin", self.margin, usual.margin),
+            ("--passes", self.passes, usual.passes),
+            ("--finalists", self.finalists, usual.finalists),
+            ("--seed", self.seed, usual.seed),
+        ):
+            if value != default:
+                words += [option, *map(str, value if isinstance(value, tuple) else (value,))]
+        return " ".join(words)
+
     def groups(self) -> list[Group]:
         """The groups that some kernel takes, in the order of measurement: all of a T together."""
         found = []
