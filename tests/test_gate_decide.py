@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -351,11 +352,24 @@ class TestFallbacks:
             ({"draft_tokens": 0}, ValueError, "draft_tokens must be within 1"),
             ({"device_name": ""}, ValueError, "device_name must be 1"),
             ({"dtype": torch.float32}, ValueError, "dtype must be one of"),
+            ({"shape": (8, 8, 128, 128)}, TypeError, "shape must be a KdaShape, got tuple"),
+            ({"target": "sm90"}, TypeError, "target must be a Target, got str"),
+            ({"safe_gate": "standard"}, TypeError, "safe_gate must be True or False, got 'standard'"),
+            ({"ragged": 1}, TypeError, "ragged must be True or False, got 1"),
+            ({"tree": torch.ones(1)}, TypeError, "tree must be True or False, got tensor"),
         ],
         ids=str,
     )
     def test_D6_arguments_that_make_no_sense(self, packaged: Path, changes: Any, error: Any, message: str) -> None:
         with pytest.raises(error, match=message):
+            ask(packaged, **changes)
+
+    @pytest.mark.parametrize(
+        "changes", [{"batch": True}, {"batch": 1.0}, {"batch": np.int64(1)}, {"ragged": 0}], ids=str
+    )
+    def test_what_equals_a_remembered_argument_is_refused_as_before(self, packaged: Path, changes: Any) -> None:
+        ask(packaged)
+        with pytest.raises(TypeError, match=f"{next(iter(changes))} must be"):
             ask(packaged, **changes)
 
 
@@ -399,6 +413,8 @@ class TestTrust:
         write_table(a_table(a_cell()), packaged)
         for batch in (1, 2):
             assert ask(packaged, batch=batch, environ={"KDA_GATE_TABLES": str(folder)}).source == "packaged table"
+        decision = ask(packaged, batch=3, environ={"KDA_GATE_TABLES": str(folder)})
+        assert decision.steps[0].said.endswith(f"in {folder}, which is no folder")
         assert [record.getMessage() for record in caplog.records] == [f"the gate finds no folder of tables at {folder}"]
 
     def test_an_edited_verdict_is_one_warning_and_unfused(
@@ -504,6 +520,19 @@ class TestPurity:
         forget()
         forget_decisions()
         assert ask(packaged).lane == "unfused+ring"
+
+    @pytest.mark.parametrize("there_at_first", [True, False])
+    def test_a_table_that_goes_or_comes_later_changes_nothing(self, packaged: Path, there_at_first: bool) -> None:
+        source = "packaged table" if there_at_first else "default"
+        path = packaged / a_table().file_name
+        if there_at_first:
+            write_table(a_table(a_cell()), packaged)
+        assert ask(packaged).source == source
+        if there_at_first:
+            path.unlink()
+        else:
+            write_table(a_table(a_cell()), packaged)
+        assert ask(packaged, batch=2).source == source
 
     def test_D2_no_device_is_touched(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def touched(*_: object, **__: object) -> None:

@@ -24,6 +24,7 @@ from kda_backend.lanes import (
     record_reason,
 )
 from kda_kernels import FORMS, KdaShape, LaunchConfig, Ring, Snapshots
+from kda_kernels.checking import typed
 from kda_kernels.shapes import ACTIVATION_DTYPES
 
 SOURCES = ("override", "user table", "packaged table", "same-sm table", "default", "fallback")
@@ -123,13 +124,17 @@ def decide(
     Raises:
         ValueError: an argument or an environment variable is not one of the allowed values, or a lane is forced that
             this verify cannot take.
-        TypeError: ``batch`` or ``draft_tokens`` is not an int, or ``device_name`` no text.
+        TypeError: ``shape`` is no KdaShape, ``target`` no Target, ``batch`` or ``draft_tokens`` not an int,
+            ``device_name`` no text, or ``safe_gate``, ``ragged`` or ``tree`` not a bool.
     """
+    typed("shape", shape, KdaShape)
+    typed("target", target, Target)
     settings = process_settings() if environ is None else settings_of(environ)
     unfit = None if record is None else record_reason(record, shape, mode, draft_tokens)
     key = (
         shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, mode, batch, draft_tokens, device_name,
         target.backend, target.arch, form, safe_gate, option, dtype, ragged, tree, unfit, settings, tables,
+        batch.__class__, draft_tokens.__class__, safe_gate.__class__, ragged.__class__, tree.__class__,  # True equals 1
     )  # fmt: skip
     try:
         known = _remembered.get(key)
@@ -166,6 +171,9 @@ def _check(question: _Question) -> None:
     whole("batch", question.batch, 0, 1 << 31)
     whole("draft_tokens", question.draft_tokens, 1, 1 << 31)
     one_line("device_name", question.device_name, 200)
+    for name in ("safe_gate", "ragged", "tree"):
+        if not isinstance(getattr(question, name), bool):
+            raise TypeError(f"{name} must be True or False, got {getattr(question, name)!r}")
     if question.dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"dtype must be one of {ACTIVATION_DTYPES}, got {question.dtype}")
 

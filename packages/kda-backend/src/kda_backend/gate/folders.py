@@ -30,7 +30,7 @@ class Lookup(NamedTuple):
 
 
 class TableFolder:
-    """The tables of a folder, as they were when each was first asked for.
+    """The tables of a folder, as they were when each was first asked for; one that was missing then stays so.
 
     Args:
         path: the folder. One that is not there holds no tables; nor does a file.
@@ -43,8 +43,6 @@ class TableFolder:
     def exact(self, shape: KdaShape, device_name: str, dtype: str, arch: str) -> Lookup:
         """The table for exactly this device; ``arch`` is `str` of its `kda_backend.Target`."""
         name = table_name(shape, device_name, dtype)
-        if not os.path.lexists(self.path / name):
-            return Lookup(None, f"no {name} in {self.path}")
         found = self._file(name)
         if found.table is not None and found.table.arch != arch:
             problem = f"{self.path / name} is for {found.table.arch}, this {device_name} is {arch}"
@@ -76,6 +74,9 @@ class TableFolder:
 
     @staticmethod
     def _load(path: Path) -> Lookup:
+        if not os.path.lexists(path):
+            there = "" if path.parent.is_dir() else ", which is no folder"
+            return Lookup(None, f"no {path.name} in {path.parent}{there}")
         try:
             table = load_table(path)
         except TableError as problem:
