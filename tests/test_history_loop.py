@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -252,4 +253,24 @@ def test_what_cannot_be_used_is_exit_2_and_changes_nothing(repository: Repositor
     assert broken.read_text() == "{}"
     run("gate", "tighten", table, "--results", tmp_path / "none", code=2)
     run("gate", "tighten", table, "--results", repository.results, "--json", table, code=2)
+    assert table.read_bytes() == before
+
+
+@pytest.mark.parametrize("us", [1e300, 1e-5], ids=["too long", "too short"])
+def test_a_figure_that_no_table_may_hold_is_no_evidence(us: float, repository: Repository, table: Path) -> None:
+    """The fused lane's at ``us``, unfused's at half of it, for three runs: closed, if they were times."""
+    usual = figures(range(0))
+    repository.history(10, lambda place, n: us * (1 if place[0] == "fused+ring" else 0.5) if n > 6 else usual(place, n))
+    assert as_json("gate", "tighten", table, "--results", repository.results, code=0)["changes"] == []
+
+
+def test_a_table_that_cannot_be_written_is_still_shown_its_diff(
+    repository: Repository, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.history(8, figures(range(7, 8)))
+    monkeypatch.setattr(os, "access", lambda _, mode, **__: not mode & os.W_OK)
+    before = table.read_bytes()
+    assert as_json("gate", "tighten", table, "--results", repository.results, code=1)["changes"]
+    output = run("gate", "tighten", table, "--results", repository.results, "--apply", code=2)
+    assert "cannot be written" in " ".join(output.replace("│", " ").split())
     assert table.read_bytes() == before

@@ -343,3 +343,28 @@ def test_without_asv_it_says_how_to_install_it(repository: Repository, monkeypat
     assert reading.INSTALL in output
     requirement = reading.INSTALL.split("'")[1]
     assert requirement in (Path(__file__).parent.parent / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("steady_noise", [1e300, -2.0], ids=["ratio beyond a double", "noise beyond a double"])
+def test_figures_that_json_does_not_know_are_null(repository: Repository, steady_noise: float) -> None:
+    """A baseline of 5e-324, and one around 0 that moves: the verdicts hold, nothing that is infinite is written."""
+
+    def figure(place: Place, number: int) -> float:
+        if steady_noise < 0:
+            return (-1.0, 0.0, 1.0)[number % 3]
+        return 5e-324 if number < 9 else steady_noise
+
+    repository.history(10, figure)
+    result = runner.invoke(app, ["regressions", "--results", str(repository.results), "--json", "-"])
+    assert isinstance(result.exception, SystemExit | None)
+    cells = json.loads(result.stdout)["cells"]
+    assert any(one["noise" if steady_noise < 0 else "ratio"] is None for one in cells)
+
+
+def test_a_repo_that_is_none_is_refused(repository: Repository, tmp_path: Path) -> None:
+    """Not ordered by dates, as if nothing had been asked for."""
+    repository.history(10, stepped)
+    (tmp_path / "none").mkdir()
+    output = " ".join(command(repository, "--repo", str(tmp_path / "none"), code=2).replace("│", " ").split())
+    assert "is no git repository: give a checkout" in output
+    command(repository, "--repo", str(repository.folder), code=1)

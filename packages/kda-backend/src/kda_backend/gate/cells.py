@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -103,6 +102,11 @@ class CellKey:
         return f"{self.gate} gate, {self.form}, {self.mode}, {self.option}, T={self.draft_tokens}, B={self.batch}"
 
 
+def is_time(value: float | None) -> bool:
+    """Whether a table may hold ``value`` as microseconds: above 0 also once it is rounded to `DECIMALS`."""
+    return value is not None and 0 < value <= MOST_US and round(float(value), DECIMALS) > 0
+
+
 def _figures(name: str, values: object) -> tuple[float, ...]:
     """``values`` as microseconds rounded to `DECIMALS`."""
     if not isinstance(values, (list, tuple)):
@@ -111,10 +115,9 @@ def _figures(name: str, values: object) -> tuple[float, ...]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must hold numbers, got {value!r}")
-        figure = round(float(value), DECIMALS) if -MOST_US <= value <= MOST_US else math.nan
-        if not 0 < figure <= MOST_US:
+        if not is_time(value):
             raise ValueError(f"{name} must hold microseconds above 0 and up to {MOST_US:g}, got {value}")
-        rounded.append(figure)
+        rounded.append(round(float(value), DECIMALS))
     return tuple(rounded)
 
 

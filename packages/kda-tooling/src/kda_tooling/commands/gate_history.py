@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from kda_tooling.commands.gate import gate
+from kda_tooling.commands.options import check_output_folder
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.commands.regressions import RESULTS, Baseline, Repo, Results, read_report
 from kda_tooling.terminal import plain, printable
@@ -53,7 +54,7 @@ def tighten(
     from kda_tooling.history.tighten import tighten as tightened
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    before, report = _inputs(table, results, baseline, repo, json)
+    before, report = _inputs(table, results, baseline, repo, apply, json)
     _finish(tightened(before, report, today), report, table, apply, json)
 
 
@@ -71,15 +72,19 @@ def loosen(
     """
     from kda_tooling.history.tighten import loosen as loosened
 
-    before, report = _inputs(table, results, baseline, repo, json)
+    before, report = _inputs(table, results, baseline, repo, apply, json)
     _finish(loosened(before, report), report, table, apply, json)
 
 
-def _inputs(file: Path, results: Path, baseline: int, repo: Path | None, json: Path | None) -> tuple[Table, Report]:
+def _inputs(
+    file: Path, results: Path, baseline: int, repo: Path | None, apply: bool, json: Path | None
+) -> tuple[Table, Report]:
     """The table and the history. Raises ``typer.BadParameter`` where either cannot be used."""
     from kda_backend.gate import TableError, load_table
 
     check_outputs({"--json": json}, {"TABLE": file})
+    if apply:  # the file is replaced whole, which takes a folder that can be written; a diff takes nothing
+        check_output_folder("--apply", file.parent)
     try:
         table = load_table(file)
     except TableError as error:

@@ -37,9 +37,11 @@ def register(app: typer.Typer) -> None:
 
 def read_report(results: Path, baseline: int, repo: Path | None) -> Report:
     """The history judged. Raises ``typer.BadParameter`` (exit 2) where there is none, or asv is missing."""
-    from kda_tooling.history.reading import AsvMissing, read_history
+    from kda_tooling.history.reading import AsvMissing, is_repository, read_history
     from kda_tooling.history.regressions import find_regressions
 
+    if repo is not None and not is_repository(repo):
+        raise refuse("--repo", f"{repo} is no git repository: give a checkout that has the measured commits.")
     try:
         history = read_history(results, repo)
     except AsvMissing as error:

@@ -286,11 +286,22 @@ def _ordered(runs: list[Run], repo: Path) -> tuple[list[Run], str]:
     return sorted(runs, key=lambda run: (run.date, run.commit)), "date"
 
 
+def is_repository(folder: Path) -> bool:
+    """Whether git takes ``folder`` for a repository, or a folder in one."""
+    return _git(folder, "rev-parse", "--git-dir") is not None
+
+
 def _log(repo: Path) -> list[str]:
     """Commits that HEAD of ``repo`` descends from, oldest first; none where git does not say."""
-    command = ["git", "-C", str(repo), "rev-list", "--topo-order", "--reverse", "HEAD"]
+    return (_git(repo, "rev-list", "--topo-order", "--reverse", "HEAD") or "").split()
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints in ``folder``, or None where it fails or is missing."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        result = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False, timeout=60
+        )
     except (OSError, subprocess.SubprocessError):
-        return []
-    return result.stdout.split() if result.returncode == 0 else []
+        return None
+    return result.stdout if result.returncode == 0 else None

@@ -62,12 +62,14 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: finite numbers or null."""
+        figures = self.before, self.after, self.ratio, self.threshold, self.noise
+        before, after, ratio, threshold, noise = (one if _finite(one) else None for one in figures)
         return {
             "status": self.status, "benchmark": self.name.benchmark,
             "cell": dict(zip(self.param_names, self.name.params, strict=False)), "unit": self.unit,
             "machine": self.machine, "versions": dict(self.versions), "commits": list(self.commits), "said": self.said,
-            "before": self.before, "after": self.after, "ratio": self.ratio, "threshold": self.threshold,
-            "window": self.window, "noise": self.noise, "baseline": self.baseline,
+            "before": before, "after": after, "ratio": ratio, "threshold": threshold, "window": self.window,
+            "noise": noise, "baseline": self.baseline,
         }  # fmt: skip
 
 

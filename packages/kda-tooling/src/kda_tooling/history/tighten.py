@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kda_backend.gate import Cell, CellKey, Closed, Table, dump_table, judged
-from kda_backend.gate.cells import LEAST_PASSES, lanes_of
+from kda_backend.gate.cells import LEAST_PASSES, is_time, lanes_of
 from kda_tooling.history.gate_cells import gate_place, of_machine
 from kda_tooling.history.reading import History, Run
 from kda_tooling.history.regressions import REGRESSION, Report
@@ -134,7 +134,7 @@ def _lanes(table: Table, history: History, run: Run) -> dict[CellKey, tuple[Any,
         place = None if about is None else gate_place(name, about.param_names)
         if place is None or about is None or (place.shape, place.dtype) != (table.shape, table.dtype):
             continue
-        if place.key in table.by_key and value.version == about.version and value.value and value.value > 0:
+        if place.key in table.by_key and value.version == about.version and is_time(value.value):
             found.setdefault(place.key, {})[place.lane] = (name, value.value)
     return {
         key: (lanes[lanes_of(key.mode)[0]], lanes[lanes_of(key.mode)[1]])
