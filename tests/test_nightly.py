@@ -131,7 +131,7 @@ def table_in(repository: Repository) -> Path:
         for t in STEPS for b in BATCHES
     ]  # fmt: skip
     path = write_table(a_table(*cells), folder)
-    repository._git("add", str(nightly.TABLES))
+    repository.add(str(nightly.TABLES))
     return path
 
 
