@@ -10,30 +10,32 @@ import torch
 from kda_backend import StatePool
 from kda_kernels import KdaShape, LayerParams
 
-SHAPE = KdaShape(num_heads=1, num_v_heads=2, head_k_dim=64, head_v_dim=64)
+SHAPE = KdaShape(1, 1, 64, 64)
 LAYERS, SLOTS, T = 2, 4, 3
 
 
 class Pools:
     """Both pools, given the same states, inputs and calls."""
 
-    def __init__(self, device: str, lane: str = "unfused+ring", ours: bool = True) -> None:
+    def __init__(self, device: str, lane: str = "unfused+ring", heads: int = 1) -> None:
         self.device, self.lane = device, lane
         self.generator = torch.Generator().manual_seed(9)
         sizes: dict[str, Any] = {
             "num_layers": LAYERS, "num_slots": SLOTS, "max_batch": 2, "draft_tokens": T, "mode": "ring",
             "device": device,
         }  # fmt: skip
-        self.plain, self.ours = StatePool(SHAPE, **sizes), StatePool(SHAPE, fold_on_verify=ours, **sizes)
+        shape = KdaShape(1, heads, 64, 64)
+        self.widths = shape.conv_dim, heads * 64, heads  # of mixed_qkv, a and b
+        self.plain, self.ours = StatePool(shape, **sizes), StatePool(shape, fold_on_verify=True, **sizes)
         self.params = [
             LayerParams(
-                self.normal(SHAPE.conv_dim, 4), None, self.normal(2, dtype=torch.float32),
-                self.normal(2 * 64, dtype=torch.float32), lower_bound=-5.0,
+                self.normal(shape.conv_dim, 4), None, self.normal(heads, dtype=torch.float32),
+                self.normal(heads * 64, dtype=torch.float32), lower_bound=-5.0,
             )
             for _ in range(LAYERS)
         ]  # fmt: skip
         for slot in range(SLOTS):
-            state = self.normal(LAYERS, 3, SHAPE.conv_dim), self.normal(LAYERS, 2, 64, 64, dtype=torch.float32)
+            state = self.normal(LAYERS, 3, shape.conv_dim), self.normal(LAYERS, heads, 64, 64, dtype=torch.float32)
             self.each("load_slot", slot, *state)
 
     def normal(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -52,7 +54,7 @@ class Pools:
         self.each("begin", self.index(slots), tokens, **ragged)
         rows = len(slots) * tokens if starts is None else starts[-1]
         for layer in range(LAYERS):
-            inputs = [self.normal(rows, width) for width in (SHAPE.conv_dim, 2 * 64, 2)]
+            inputs = [self.normal(rows, width) for width in self.widths]
             plain, ours = self.each("verify", layer, *inputs, self.params[layer], lane=self.lane, form=form)
             assert torch.equal(plain, ours)
 
@@ -81,7 +83,7 @@ def pools(device: str) -> Pools:
 
 @pytest.mark.parametrize("lane", ["unfused+ring", "fused+ring"])
 def test_rounds_and_plain_decoding(lane: str, device: str) -> None:
-    pools = Pools(device, lane)
+    pools = Pools(device, lane, heads=2)
     pools.round([2, 0], [3, 1])
     pools.round([-1, 2], [2, 1])
     pools.round([0, 2], [1, 1], tokens=1)
@@ -116,7 +118,7 @@ def test_a_verify_that_was_abandoned_leaves_what_is_committed(pools: Pools) -> N
 
 def test_a_round_abandoned_between_layers(pools: Pools) -> None:
     pools.ours.begin(pools.index([2, 0]), T)
-    inputs = [pools.normal(2 * T, width) for width in (SHAPE.conv_dim, 2 * 64, 2)]
+    inputs = [pools.normal(2 * T, width) for width in pools.widths]
     pools.ours.verify(1, *inputs, pools.params[1], lane="unfused+ring")
     pools.ours.abandon()
     pools.each("copy_slot", 2, 3)
@@ -214,7 +216,7 @@ def test_a_flush_at_any_time_of_a_round(pools: Pools) -> None:
     """Between its layers, before its commit and after it."""
     pools.each("begin", pools.index([0, 2]), T)
     for layer in range(LAYERS):
-        inputs = [pools.normal(2 * T, width) for width in (SHAPE.conv_dim, 2 * 64, 2)]
+        inputs = [pools.normal(2 * T, width) for width in pools.widths]
         plain, ours = pools.each("verify", layer, *inputs, pools.params[layer], lane="fused+ring")
         assert torch.equal(plain, ours)
         pools.ours.flush()
