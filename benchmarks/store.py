@@ -20,7 +20,7 @@ from typing import Any
 
 from . import idle
 from .asv_runs import ENVIRONMENT, ROOT, merged, normalised, run_asv, same_versions, without_empty
-from .records import KINDS, NO_GPU, Record, files_in, load, record_of
+from .records import KINDS, Record, files_in, load, record_of
 from .source import measurable, measure
 from .spread import with_spread
 
@@ -30,7 +30,7 @@ COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 def machine_name(machine: str) -> str:
     """The GPU model, or compiler, as a folder name: histories are per model."""
-    return machine if machine == NO_GPU else re.sub(r"[^A-Za-z0-9]+", "_", machine).strip("_")
+    return re.sub(r"[^A-Za-z0-9]+", "_", machine).strip("_")
 
 
 def resolved(name: str) -> str:

@@ -224,8 +224,8 @@ def _run(path: Path, machine: str, problems: list[Problem]) -> Run:
     if isinstance(date, bool) or not isinstance(date, (int, float)) or not math.isfinite(date):
         raise ValueError(f"its date must be milliseconds, got {date!r}")
     measured = json.loads(path.read_text(encoding="utf-8")).get("measured") or {}
-    versions = {f"{name}": str(value) for name, value in loaded.params.items() if name != "machine"}
-    versions |= {f"{name}": str(value) for name, value in (loaded._requirements or {}).items()}
+    versions = {str(name): str(value) for name, value in loaded.params.items() if name != "machine"}
+    versions |= {str(name): str(value) for name, value in (loaded._requirements or {}).items()}
     versions |= {f"${name}": str(value) for name, value in (loaded.env_vars or {}).items()}
     versions |= {name: str(measured[name]) for name in VERSIONS if name in measured}
     run = Run(machine, measured.get("gpu"), tuple(sorted(versions.items())), commit, float(date))

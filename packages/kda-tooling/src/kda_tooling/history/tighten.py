@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kda_backend.gate import Cell, CellKey, Closed, Table, dump_table, judged
 from kda_backend.gate.cells import LEAST_PASSES, is_time, lanes_of
 from kda_tooling.history.gate_cells import gate_place, of_machine
-from kda_tooling.history.reading import History, Run
+from kda_tooling.history.reading import CellName, History, Run
 from kda_tooling.history.regressions import REGRESSION, Report
 
 RUNS_IN_A_ROW = 3
@@ -19,6 +19,10 @@ RUNS_IN_A_ROW = 3
 
 MOST_STATED = 10
 """Commits that a closed cell states, the newest."""
+
+
+Measured = tuple[CellName, float]
+"""A lane's cell of the history and its microseconds."""
 
 
 class Point(NamedTuple):
@@ -126,9 +130,9 @@ def _positions(history: History) -> dict[str, int]:
     return {commit: index for index, commit in enumerate(dict.fromkeys(run.commit for run in history.runs))}
 
 
-def _lanes(table: Table, history: History, run: Run) -> dict[CellKey, tuple[Any, Any]]:
+def _lanes(table: Table, history: History, run: Run) -> dict[CellKey, tuple[Measured, Measured]]:
     """Key -> (unfused, fused), each (name, us), of the table's cells that ``run`` measured in both lanes."""
-    found: dict[CellKey, dict[str, Any]] = {}
+    found: dict[CellKey, dict[str, Measured]] = {}
     for name, value in run.values.items():
         about = history.described.get(name.benchmark)
         place = None if about is None else gate_place(name, about.param_names)
