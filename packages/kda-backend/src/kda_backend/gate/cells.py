@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from kda_backend.lanes import LANES, MODES, lane_mode
 from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, LaunchConfig
@@ -102,7 +102,7 @@ class CellKey:
         return f"{self.gate} gate, {self.form}, {self.mode}, {self.option}, T={self.draft_tokens}, B={self.batch}"
 
 
-def is_time(value: float | None) -> bool:
+def is_time(value: float | None) -> TypeGuard[float]:
     """Whether a table may hold ``value`` as microseconds: above 0 also once it is rounded to `DECIMALS`."""
     return value is not None and 0 < value <= MOST_US and round(float(value), DECIMALS) > 0
 
