@@ -8,11 +8,13 @@ Tests marked `gpu` need the former; elsewhere they are left out and the summary 
 from __future__ import annotations
 
 import datetime
+import errno
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,11 +67,27 @@ REPORTER: pytest.TerminalReporter | None = None
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Find the reporter that counts outcomes."""
+    """Find the reporter that counts outcomes.
+
+    Raises:
+        pytest.UsageError: --summary-json names what no file can be written to; said here, not after a whole run.
+    """
     global REPORTER
     config = session.config
-    if config.getoption("--summary-json") is not None and not hasattr(config, "workerinput"):
-        REPORTER = config.pluginmanager.get_plugin("terminalreporter")
+    path: Path | None = config.getoption("--summary-json")
+    if path is None or hasattr(config, "workerinput"):
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise pytest.UsageError(
+            f"--summary-json must be a file that can be written, got {path}: {error.strerror}"
+        ) from None
+    REPORTER = config.pluginmanager.get_plugin("terminalreporter")
 
 
 @pytest.hookimpl(trylast=True)

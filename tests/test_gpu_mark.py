@@ -66,6 +66,16 @@ def test_asking_for_gpu_tests_alone_is_not_a_success(suite: Path) -> None:
     assert "3 gpu tests not run here: no CUDA device" in result.stdout
 
 
+@pytest.mark.parametrize("name", ["folder", "file/summary.json", ""])
+def test_a_summary_that_cannot_be_written_is_said_before_the_first_test(suite: Path, name: str) -> None:
+    (suite / "folder").mkdir()
+    (suite / "file").touch()
+    result = run(suite, f"--summary-json={name}")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR, result.stdout + result.stderr
+    assert "--summary-json must be a file that can be written" in result.stderr
+    assert "1 passed" not in result.stdout
+
+
 STOPPED = """
 import os
 import signal

@@ -119,10 +119,30 @@ def test_a_budget_grows_by_what_is_new_and_holds_all(tmp_path: Path) -> None:
     assert f"{first}: registers" in " ".join(over.output.split())
 
 
-def test_a_folder_without_tables_needs_no_budget(tmp_path: Path) -> None:
-    result = run("--tables", str(tmp_path), "--budget", str(tmp_path / "none.json"), "--check")
+def test_where_no_table_is_packaged_no_budget_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kda_backend.gate.folders.PACKAGED", str(tmp_path))
+    result = run("--tables", "packaged", "--budget", str(tmp_path / "none.json"), "--check", "--json", "-")
     assert result.exit_code == 0
-    assert "nothing to compile" in result.output
+    assert "nothing to compile" in result.stderr
+    data = json.loads(result.stdout)
+    assert (data["kernels"], data["problems"], data["whole"]) == ([], [], False)
+
+
+@pytest.mark.parametrize("given", ["{folder}", ""], ids=["a folder", "an unset variable"])
+def test_a_folder_without_tables_is_refused(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("--tables", given.format(folder=tmp_path), "--budget", str(tmp_path / "none.json"), "--check")
+    assert result.exit_code == 2
+    assert "no table that names a kernel" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_json_on_standard_output_is_alone_there(tmp_path: Path) -> None:
+    write_table(a_table(({}, None, SMALL)), tmp_path)
+    result = run("--tables", str(tmp_path), "--jobs", "1", "--json", "-")
+    assert result.exit_code == 0
+    assert [one["target"] for one in json.loads(result.stdout)["kernels"]] == ["sm90"]
+    assert "registers" in result.stderr
+    assert not Path("-").exists()
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from kda_backend.gate import Table, TableError, load_table
+from kda_backend.gate.table import MOST_PROVENANCE
 from kda_kernels import KdaShape, LaunchConfig, _launch
 from kda_tooling.bench.arms import Arm, config_name
 from kda_tooling.bench.bits import BitsDifferError
@@ -230,6 +231,23 @@ def test_cells_of_other_versions_do_not_stand_beside_new_ones(tuned: Callable[..
     assert len(tuned(usual, machine=newer, fresh=True).table.cells) == 3
 
 
+def test_a_table_may_be_made_in_any_number_of_runs() -> None:
+    """Its provenance names the newest of them, as many as fit."""
+    said = "kda tune"
+    for number in range(100):
+        said = run._joined(said, f"kda tune --draft-tokens 2 3 4 5 6 7 8 --batch-sizes 1 2 4 8 16 --seed {number}")
+        assert len(said) <= MOST_PROVENANCE
+    assert said.endswith("--seed 98; kda tune --draft-tokens 2 3 4 5 6 7 8 --batch-sizes 1 2 4 8 16 --seed 99")
+    assert len(said) > MOST_PROVENANCE - 100
+
+
+@pytest.mark.parametrize("command", [["tune"], ["gate", "regret"], ["gate", "explain"]], ids=" ".join)
+def test_a_terminal_of_80_columns_cuts_no_word_of_the_help(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0
+    assert "…" not in result.output
+
+
 def test_an_unreadable_table_is_not_overwritten(tuned: Callable[..., Any]) -> None:
     path = tuned(usual).path
     path.write_text("{")
@@ -331,6 +349,8 @@ def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.
         (["--margin", "0.5"], "--margin must be a share"),
         (["--passes", "1"], "--passes must be within 2.."),
         (["--finalists", "0"], "--finalists must be within 1.."),
+        (["--seed", "-1"], "--seed must be at least 0 and below 2**63"),
+        (["--seed", str((1 << 63) - 1)], "--seed must be at least 0 and below 2**63"),
         (["--batch-sizes", "0"], "--batch-sizes must be within 1.."),
         (["--draft-tokens", "65"], "--draft-tokens must be within 1.."),
         (["--dtype", "fp8"], "fp8"),

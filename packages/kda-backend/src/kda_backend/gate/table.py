@@ -19,6 +19,8 @@ SCHEMA = 1
 
 DTYPES = ("bfloat16", "float16")
 MOST_MARGIN = 0.5
+MOST_PROVENANCE = 2000
+"""Characters of each text of a table's provenance."""
 MOST_CELLS = 20_000
 
 
@@ -57,7 +59,7 @@ class Provenance:
     def __post_init__(self) -> None:
         for each in fields(self):
             if each.name not in ("margin", "passes"):
-                one_line(f"provenance.{each.name}", getattr(self, each.name), 2000)
+                one_line(f"provenance.{each.name}", getattr(self, each.name), MOST_PROVENANCE)
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)):
             raise TypeError(f"provenance.margin must be a number, got {self.margin!r}")
         if not 0 <= self.margin < MOST_MARGIN:

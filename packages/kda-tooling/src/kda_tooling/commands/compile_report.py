@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_tooling.commands.options import check_distinct, check_output_file, check_output_folder, refuse
+from kda_tooling.commands.outputs import check_outputs, is_stdout, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -68,7 +67,9 @@ def compile_report(
         ),
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Only what the budget has no entry for yet.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE ('-': standard output).")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(help="Compiling processes; default: one per core.", min=1)] = None,
 ) -> None:
     """Compile every kernel ahead of time and show registers, spills, shared memory, shuffles and instructions.
@@ -81,12 +82,11 @@ def compile_report(
     budget = budget or (BUDGET if tables is None else TABLE_BUDGET)
     if check and write:
         raise refuse("--check", "excludes --write-budget: check first, then write if it is meant.")
-    if json_file is not None:
-        check_output_file("--json", json_file)
+    check_outputs({"--json": json_file})
     if new and check:
         raise refuse("--new", "compiles what the budget lacks, --check compares with the budget: give one of them.")
     if check or write:
-        check_distinct({"--budget": budget, "--json": json_file})
+        check_distinct({"--budget": budget, "--json": None if is_stdout(json_file) else json_file})
     if write:
         check_output_folder("--budget", budget.parent)
         if budget.exists():
@@ -105,7 +105,11 @@ def compile_report(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if tables is not None and not any(source.values()):
+        if tables != PACKAGED:  # a mistyped folder must not pass for one whose kernels are within the budget
+            raise refuse("--tables", f"{tables!r} has no table that names a kernel; '{PACKAGED}': kda-backend's own.")
         console.print("no table there names a kernel: nothing to compile")
+        if json_file is not None:
+            write_json(json_file, _as_json([], [], triton.__version__, 0.0) | {"whole": False})
         return
     try:
         # A partial write keeps the other entries, so it must be able to read them.
@@ -129,11 +133,14 @@ def compile_report(
     if check:
         problems += over_budget(measured, limits, selection)
     # A pipe or a CI log has no width of its own, and a table squeezed into 80 columns drops figures.
-    _print_tables(Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), measured)
+    tables_to = Console(stderr=is_stdout(json_file))
+    _print_tables(
+        tables_to if tables_to.is_terminal else Console(stderr=is_stdout(json_file), width=PIPE_WIDTH), measured
+    )
     if json_file is not None:
         whole = selection.everything and tables is None and not new
         data = _as_json(measured, problems, triton.__version__, seconds) | {"whole": whole}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(json_file, data)
     console.print(f"{len(measured)} kernels compiled with triton {triton.__version__} in {seconds:.0f} s")
     if problems:
         for problem in problems:

@@ -27,6 +27,9 @@ GATES = ("safe", "standard")
 OPTIONS = ("plain", "fold-on-verify", "compact-window", "fold-on-verify+compact-window")
 """`kda_backend.MODES` and those of `kda_backend.gate`, here so that ``--help`` need not import torch."""
 
+OPTION_WORDS = f"{', '.join(OPTIONS[:3])}, or the last two joined by +"
+"""`OPTIONS` in words that fit the help of a terminal of 80 columns, which cuts longer ones off."""
+
 gate = typer.Typer(
     help="The dispatch gate: why it takes a lane, and what its tables say (docs/gate.md).", no_args_is_help=True
 )
@@ -116,7 +119,7 @@ def explain(
     head_v_dim: HeadVDim = 128,
     mode: Annotated[str, typer.Option(help=f"State mode: {' or '.join(MODES)}.")] = MODES[0],
     form: Annotated[str, typer.Option(help=f"Form of the output: {' or '.join(FORMS)}.")] = FORMS[0],
-    option: Annotated[str, typer.Option(help=f"Of the pool: {', '.join(OPTIONS)}.")] = OPTIONS[0],
+    option: Annotated[str, typer.Option(help=f"Of the pool: {OPTION_WORDS}.")] = OPTIONS[0],
     gate: Annotated[str, typer.Option(help="safe (the layers have a lower bound) or standard.")] = GATES[0],
     ragged: Annotated[bool, typer.Option("--ragged", help="The requests' lengths differ.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="The tokens have parents.")] = False,

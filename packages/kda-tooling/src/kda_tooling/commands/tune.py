@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from kda_tooling.commands.gate import GATES, MODES, OPTIONS, HeadKDim, Heads, HeadVDim, HvHeads
+from kda_tooling.commands.gate import GATES, MODES, OPTION_WORDS, OPTIONS, HeadKDim, Heads, HeadVDim, HvHeads
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
@@ -34,7 +34,7 @@ DraftTokens = Annotated[list[int], typer.Option(help="Tokens verified per reques
 BatchSizes = Annotated[list[int], typer.Option(help="Requests per batch, B.")]
 Forms = Annotated[list[str], typer.Option("--form", help=f"Of {', '.join(FORMS)}.")]
 Modes = Annotated[list[str], typer.Option("--mode", help=f"State modes: {', '.join(MODES)}.")]
-Options = Annotated[list[str], typer.Option("--option", help=f"Pool options: {', '.join(OPTIONS)}.")]
+Options = Annotated[list[str], typer.Option("--option", help=f"Pool options: {OPTION_WORDS}.")]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
 EVERY_T = [2, 3, 4, 5, 6, 7, 8]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from kda_backend.gate import Cell, CellKey, Provenance, Table, judged, load_table, table_name, write_table
+from kda_backend.gate.table import MOST_PROVENANCE
 from kda_backend.lanes import Target
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.sweep import check_memory
@@ -93,8 +94,11 @@ def start_table(settings: TuneSettings, machine: Machine, into: Path, fresh: boo
 
 
 def _joined(before: str, now: str) -> str:
-    """Both, in the order of the runs, each once."""
-    return "; ".join(dict.fromkeys([*before.split("; "), now]))
+    """Both, in the order of the runs, each once; the oldest are left out where a table would not hold them all."""
+    runs = list(dict.fromkeys([*before.split("; "), now]))
+    while len(runs) > 1 and len("; ".join(runs)) > MOST_PROVENANCE:
+        del runs[0]
+    return "; ".join(runs)
 
 
 def with_cells(table: Table, cells: list[Cell]) -> Table:

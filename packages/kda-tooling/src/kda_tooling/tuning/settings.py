@@ -26,6 +26,7 @@ SAFE_BOUND = -5.0
 """Lower bound of the safe gate that is timed; its value costs nothing, whether there is one does."""
 
 MOST_FINALISTS = 16
+MOST_SEED = (1 << 63) - MOST_PASSES - 1
 
 
 @dataclass(frozen=True, order=True)
@@ -99,6 +100,8 @@ class TuneSettings:
         ):
             if not least <= number <= most:
                 raise ValueError(f"{option} must be within {least}..{most}; got {number}")
+        if not 0 <= self.seed < MOST_SEED:  # every pass adds one; refused here, not after minutes of compiling
+            raise ValueError(f"--seed must be at least 0 and below 2**63 - {MOST_PASSES + 1}; got {self.seed}")
         if not 0 <= self.margin < MOST_MARGIN:
             raise ValueError(f"--margin must be a share from 0 to below {MOST_MARGIN}; got {self.margin}")
         for draft_tokens in self.draft_tokens:
