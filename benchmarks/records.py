@@ -244,6 +244,10 @@ def _host_time(data: dict[str, Any], where: str) -> Record:
 
 def _memory(data: dict[str, Any], where: str) -> Record:
     shape = data["shape"]
+    for name, value in (("layers", data["layers"]), ("ring_length", data["ring_length"]),
+                        ("num_v_heads", shape["num_v_heads"])):  # fmt: skip
+        if _number(name, value, where) < 1:
+            raise ValueError(f"{where}: {name} must be at least 1, got {value}")
     dim, records = shape["head_k_dim"], data["ring_length"] * shape["num_v_heads"]
     values: Values = {}
     # with fewer q/k heads than v heads a record shares its k, which is another figure

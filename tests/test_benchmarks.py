@@ -176,6 +176,8 @@ def test_a_sweep_of_something_else_is_refused(change: dict[str, Any], message: s
         ("host-time", {"us_per_call": [{"op": "fold", "checked": math.nan, "replayed": 1.0}]}, "checked must be with"),
         ("host-time", {"us_per_call": 1}, "broken file of kind host-time"),
         ("memory", {"modes": {}}, "broken file of kind memory"),
+        ("memory", {"layers": 0}, "layers must be at least 1, got 0"),
+        ("memory", {"ring_length": math.nan}, "ring_length must be"),
         ("compile", {"kernels": [{"target": "sm90"}]}, "broken file of kind compile"),
         ("compile", {"kernels": []}, "no cell"),
         ("regret", {"machine": {}}, "machine: expected the keys"),

@@ -78,6 +78,7 @@ class TestAllocator:
     @pytest.mark.parametrize(
         ("slots", "error", "message"),
         [
+            (3, TypeError, "slots must be slot numbers in a list or the like, got int"),
             ([0, 2], ValueError, r"slots must name allocated slots, got \[2\], which are free: freed twice\?"),
             ([0, 0], ValueError, r"slots must name each slot once, got \[0, 0\]"),
             ([0, 3], ValueError, r"slots must be within 0\.\.2, got 3"),
@@ -86,7 +87,7 @@ class TestAllocator:
             ([0, 1.0], TypeError, r"slots must be an int, got float"),
         ],
     )
-    def test_what_cannot_be_freed_frees_none(self, slots: list[Any], error: type[Exception], message: str) -> None:
+    def test_what_cannot_be_freed_frees_none(self, slots: Any, error: type[Exception], message: str) -> None:
         allocator = SlotAllocator(3)
         assert allocator.allocate(2) == [0, 1]
         with pytest.raises(error, match=message):

@@ -80,9 +80,7 @@ class SlotAllocator:
             ValueError: a slot is not in the pool, is not allocated (freed before, or never allocated), or is named
                 twice; none was freed.
         """
-        given = list(slots)
-        for slot in given:
-            check_int("slots", slot, 0, self._num_slots - 1)
+        given = slot_numbers(slots, self._num_slots)
         unknown = sorted(slot for slot in set(given) if slot not in self._taken)
         if unknown:
             raise ValueError(f"slots must name allocated slots, got {unknown}, which are free: freed twice?")
@@ -90,6 +88,16 @@ class SlotAllocator:
             raise ValueError(f"slots must name each slot once, got {given}")
         self._taken.difference_update(given)
         self._free.extend(reversed(given))
+
+
+def slot_numbers(slots: Iterable[int], num_slots: int) -> list[int]:
+    """``slots`` as a list, refused by name unless it holds ints within 0..num_slots-1."""
+    if not isinstance(slots, Iterable):
+        raise TypeError(f"slots must be slot numbers in a list or the like, got {type(slots).__name__}")
+    given = list(slots)
+    for slot in given:
+        check_int("slots", slot, 0, num_slots - 1)
+    return given
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from kda_backend.plan import memory_plan
 from kda_backend.rounds import Round
-from kda_backend.slots import SlotAllocator, SlotState, check_int
+from kda_backend.slots import SlotAllocator, SlotState, check_int, slot_numbers
 from kda_kernels import (
     KdaShape,
     LayerState,
@@ -250,9 +250,7 @@ class SlotStorage:
         if slots is None:
             slots = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
         elif not isinstance(slots, torch.Tensor):
-            numbers = list(slots)
-            for slot in numbers:
-                check_int("slots", slot, 0, self.num_slots - 1)
+            numbers = slot_numbers(slots, self.num_slots)
             if len(set(numbers)) != len(numbers):
                 raise ValueError(f"slots must name each slot once, got {numbers}")
             slots = torch.tensor(numbers, dtype=torch.int32, device=self.device)
