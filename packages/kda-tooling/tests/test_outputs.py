@@ -47,3 +47,9 @@ def test_people_read_on_standard_error_beside_data() -> None:
     assert console_for(None, Path("-")).stderr
     assert not console_for(None, Path("a.json")).stderr
     assert console_for().width >= 200
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full, a disk without space, is Linux's")
+def test_a_full_disk_is_refused_by_name() -> None:
+    with pytest.raises(typer.BadParameter, match="/dev/full cannot be written: No space left"):
+        write_json(Path("/dev/full"), {"a": 1})

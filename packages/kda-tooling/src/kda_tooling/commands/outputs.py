@@ -47,11 +47,18 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path 
 
 
 def write_output(file: Path | None, text: str) -> None:
-    """Write ``text`` to a file, to standard output, or nowhere."""
+    """Write ``text`` to a file, to standard output, or nowhere.
+
+    Raises:
+        typer.BadParameter: the file cannot be written (a full disk, say): exit 2, since 1 may mean something else.
+    """
     if is_stdout(file):
         typer.echo(text, nl=False)
     elif file is not None:
-        file.write_text(text, encoding="utf-8")
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be written: {error.strerror}; name another file.") from None
 
 
 def write_json(file: Path | None, data: Any) -> None:
