@@ -144,9 +144,13 @@ def explain(
     check_outputs({"--json": json_file})
     import torch
 
-    from kda_backend.gate import decide
+    from kda_backend.gate import CellKey, decide
     from kda_backend.gate.env import TABLES
 
+    try:
+        CellKey(gate, form, mode, option, draft_tokens, batch)  # the gate leaves what no lane takes to the op's refusal
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from None
     shape, target = _shape(heads, hv_heads, head_k_dim, head_v_dim), _target(arch, device_name)
     question: dict[str, Any] = {
         "mode": mode, "batch": batch, "draft_tokens": draft_tokens, "device_name": _device_name(device_name),
