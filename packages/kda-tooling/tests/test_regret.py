@@ -60,7 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., reg
     """Measures `SETTINGS` with these times."""
     own = measure.time_arms
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
-    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config: [(config, Figures(64, 0, 0))])
+    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
     monkeypatch.setattr(measure, "capture", lambda calls: calls)
     monkeypatch.setattr(regret, "describe_machine", lambda: MACHINE)
     monkeypatch.setattr(regret, "time_arms", lambda *args, **rest: own(*args, device="cpu", **rest))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +29,7 @@ from kda_tooling.tuning import compiling, measure, run
 from kda_tooling.tuning.candidates import Figures, candidates, capped, fits_heads, ruled_out
 from kda_tooling.tuning.settings import TuneSettings
 
+ROOT = Path(__file__).parents[3]
 SHAPE = KdaShape(1, 2, 64, 64)
 MACHINE = Machine(
     gpu="Some GPU", sm=90, l2_bytes=1, copy_bytes_per_second=1e12, driver="1", clocks="", torch="2", triton="3",
@@ -56,7 +60,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     measure_group = measure.measure_group
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS)
-    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config: [(config, Figures(64, 0))])
+    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
     monkeypatch.setattr(measure, "check", lambda *_: None)
     monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
     monkeypatch.setattr(measure, "capture", lambda calls: calls)
@@ -176,9 +180,11 @@ def test_a_fold_on_verify_that_replays_wrongly_is_found(monkeypatch: pytest.Monk
 def test_compiling_gives_figures_and_names_what_fails() -> None:
     settings = dataclasses.replace(SMALL, batch_sizes=(1,))
     (group,) = settings.groups()
-    assert compiling.compile_one(settings, group, "fused+ring", CONFIGS[2], "cpu") == [(CONFIGS[2], Figures(0, 0))]
+    assert compiling.compile_one(settings, group, "fused+ring", CONFIGS[2], device="cpu") == [
+        (CONFIGS[2], Figures(0, 0))
+    ]
     gluon = LaunchConfig(64, 4, rows_per_thread=4)  # not for the interpreter
-    ((config, error),) = compiling.compile_one(settings, group, "fused+ring", gluon, "cpu")
+    ((config, error),) = compiling.compile_one(settings, group, "fused+ring", gluon, device="cpu")
     assert config == gluon
     assert "rows_per_thread" in str(error)
 
@@ -186,7 +192,7 @@ def test_compiling_gives_figures_and_names_what_fails() -> None:
 def test_what_cannot_be_compiled_is_told_and_the_lane_says_why(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_one(settings: TuneSettings, group: Any, lane: str, config: LaunchConfig) -> Any:
+    def compile_one(settings: TuneSettings, group: Any, lane: str, config: LaunchConfig, target: str | None) -> Any:
         if lane == "fused+ring":
             raise RuntimeError("out of\nregisters")
         return [(config, Figures(64, 0))]
@@ -196,6 +202,44 @@ def test_what_cannot_be_compiled_is_told_and_the_lane_says_why(
     assert verdicts(result.table) == ["unfused+ring"] * 3
     assert {one.error for one in result.failures} == {"RuntimeError: out of registers"}
     assert "out of registers" in result.table.cells[0].lanes["fused+ring"].why
+
+
+def test_a_group_is_measured_while_the_next_is_compiled(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    of, measure_group = compiling.Compiling.of, run.measure_group
+
+    def compiled(self: compiling.Compiling, group: Any) -> compiling.Compiled:
+        order.append(f"compile T={group.draft_tokens}")
+        return of(self, group)
+
+    def measured(settings: Any, group: Any, *rest: Any, **more: Any) -> Any:
+        order.append(f"measure T={group.draft_tokens}")
+        return measure_group(settings, group, *rest, **more)
+
+    monkeypatch.setattr(compiling.Compiling, "of", compiled)
+    monkeypatch.setattr(run, "measure_group", measured)
+    done: list[tuple[int, int]] = []
+    tuned(usual, dataclasses.replace(SMALL, draft_tokens=(2, 3)), on_compiled=lambda *count: done.append(count))
+    assert order == ["compile T=2", "measure T=2", "compile T=3", "measure T=3"]
+    assert done == [(number, 12) for number in range(1, 13)]
+
+
+def test_what_compilers_leave_in_the_cache_is_what_a_launch_finds(tmp_path: Path) -> None:
+    """Compilers that do without the GPU: no kernel may be compiled again where it is timed."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-m", "tests.support.compiled_ahead"]
+    done = subprocess.run(
+        program, cwd=ROOT, env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    candidates = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(candidates) == 4
+    for one in candidates:
+        assert one["registers"] > 20, one
+        assert one["ahead"] > 0, one
+        assert one["again"] == 0, one
 
 
 def test_a_run_that_was_interrupted_goes_on(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,9 +375,9 @@ def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.
     kernels = iter([Kernel(10, 3), Kernel(20, 1)])
     monkeypatch.setattr(_launch, "LAUNCHER", lambda *_: next(kernels))
     ordinary = _launch.LAUNCHER
-    assert compiling._figures(lambda: [_launch.LAUNCHER(), _launch.LAUNCHER()]) == Figures(20, 12)
+    assert compiling._figures_of_launches(lambda: [_launch.LAUNCHER(), _launch.LAUNCHER()]) == Figures(20, 12)
     with contextlib.suppress(StopIteration):
-        compiling._figures(lambda: _launch.LAUNCHER())
+        compiling._figures_of_launches(lambda: _launch.LAUNCHER())
     assert _launch.LAUNCHER is ordinary
 
 

@@ -1,21 +1,25 @@
-"""Compile candidates for the current device in parallel, filling Triton's disk cache, and say what came of each."""
+"""Compile candidates in parallel, filling Triton's disk cache, and say what came of each."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY
 from kda_kernels import LaunchConfig, _launch
+from kda_kernels.aot import TARGETS, capture
 from kda_tooling.bench.arms import Arm, our_arms, with_config
+from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.sweep import build_problems
 from kda_tooling.bench.warmup import MAX_WORKERS
+from kda_tooling.compiling.stats import code_stats
 from kda_tooling.cores import usable_cores
 from kda_tooling.tuning.candidates import Figures, candidates, capped, ruled_out
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -70,53 +74,93 @@ def candidate_jobs(settings: TuneSettings, groups: Iterable[Group], nvidia: bool
     ]
 
 
-def compile_jobs(
-    settings: TuneSettings,
-    jobs: Sequence[Job],
-    on_done: Callable[[int, int], None] = lambda done, of: None,
-    workers: int | None = None,
-) -> Compiled:
-    """Compile ``jobs`` over the machine's cores, and what `capped` makes of them; ``on_done(done, of)`` after each.
+class Compiling:
+    """Candidates on their way through compilers in processes of their own, in the jobs' order.
 
-    One that fails to compile is a failure of its own; the others go on.
+    A group can be measured while the next ones are compiled: on an NVIDIA GPU the compilers do without it, and what
+    they leave in Triton's disk cache is what a launch here finds. Elsewhere a compiler has to launch.
+
+    Args:
+        settings: of the run.
+        jobs: what to compile, and with it what `capped` makes of it.
+        target: name of the GPU's target in `kda_kernels.aot.TARGETS`; None: compilers launch on the device.
+        on_done: called with (done, of) after each job, from another thread.
+        workers: processes; None: as many as there are cores but one.
     """
-    compiled = Compiled()
-    for group, lane, _ in jobs:
-        compiled.configs.setdefault((group, lane), [])
-    count = max(1, min(workers or usable_cores(), MAX_WORKERS, len(jobs)))
-    found: dict[int, list[tuple[LaunchConfig, Figures | str]]] = {}
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(compile_one, settings, *job): index for index, job in enumerate(jobs)}
-        for future in as_completed(futures):
-            index = futures[future]
+
+    def __init__(
+        self,
+        settings: TuneSettings,
+        jobs: Sequence[Job],
+        target: str | None = None,
+        on_done: Callable[[int, int], None] = lambda done, of: None,
+        workers: int | None = None,
+    ) -> None:
+        self._jobs, self._on_done, self._done = jobs, on_done, 0
+        count = max(1, min(workers or usable_cores() - 1, MAX_WORKERS, len(jobs)))
+        self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+        self._futures = [self._pool.submit(compile_one, settings, *job, target) for job in jobs]
+        for future in self._futures:
+            future.add_done_callback(self._count)
+
+    def __enter__(self) -> Compiling:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _count(self, _: object) -> None:
+        self._done += 1
+        self._on_done(self._done, len(self._jobs))
+
+    def of(self, group: Group) -> Compiled:
+        """What came of ``group``'s jobs; waits for them. One that fails to compile is a failure of its own."""
+        compiled = Compiled({(group, lane): [] for lane in group.lanes})
+        for (of, lane, config), future in zip(self._jobs, self._futures, strict=True):
+            if of != group:
+                continue
             try:
-                found[index] = future.result()
+                found = future.result()
             except BrokenProcessPool:  # a compiler that died took the pool with it: no verdict on any one candidate
                 raise
             except Exception as failed:
-                found[index] = [(jobs[index][2], in_a_line(failed))]
-            on_done(len(found), len(jobs))
-    for index, (group, lane, _) in enumerate(jobs):  # in the jobs' order, whatever finished first
-        for config, figures in found[index]:
-            error = figures if isinstance(figures, str) else ruled_out(figures)
-            if error is None:
-                compiled.configs[group, lane].append(config)
-            else:
-                compiled.failures.append(Failure(group, lane, config, error, broken=isinstance(figures, str)))
-    return compiled
+                found = [(config, in_a_line(failed))]
+            for one, figures in found:
+                error = figures if isinstance(figures, str) else ruled_out(figures)
+                if error is None:
+                    compiled.configs[group, lane].append(one)
+                else:
+                    compiled.failures.append(Failure(group, lane, one, error, broken=isinstance(figures, str)))
+        return compiled
+
+
+def compile_target(machine: Machine) -> str | None:
+    """`Compiling`'s target for ``machine``."""
+    name = f"sm{machine.sm}"
+    return name if torch.version.hip is None and name in TARGETS else None
 
 
 def compile_one(
-    settings: TuneSettings, group: Group, lane: str, config: LaunchConfig, device: str = "cuda"
+    settings: TuneSettings,
+    group: Group,
+    lane: str,
+    config: LaunchConfig,
+    target: str | None = None,
+    device: str = "cuda",
 ) -> list[tuple[LaunchConfig, Figures | str]]:
-    """Compile a candidate, and then what `capped` makes of it; figures, or the error, of each."""
+    """Compile a candidate, and then what `capped` makes of it; figures, or the error, of each.
+
+    ``target`` as `Compiling`'s; without one the kernels are launched on ``device``.
+    """
     results: list[tuple[LaunchConfig, Figures | str]] = []
     waiting = [config]
+    device = "cpu" if target else device
     problem = build_problems(settings.sweep_settings(group), group.draft_tokens, 1, 1, device).layers[0]
     while waiting:
         one = waiting.pop(0)
+        call = partial(arm_of(settings, group, lane, one).verify, problem)
         try:
-            figures = _figures(lambda: arm_of(settings, group, lane, one).verify(problem))  # noqa: B023
+            figures = _figures_of_launches(call) if target is None else _figures_of_code(call, target)
             if device == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:
@@ -127,7 +171,15 @@ def compile_one(
     return results
 
 
-def _figures(call: Callable[[], Any]) -> Figures:
+def _figures_of_code(call: Callable[[], Any], target: str) -> Figures:
+    """The figures of the kernels that ``call`` would launch on ``target``, the largest of each."""
+    with capture(target) as compiled:
+        call()
+    stats = [code_stats(variant) for variant in compiled]
+    return Figures(max(one.registers for one in stats), max(one.spills for one in stats))
+
+
+def _figures_of_launches(call: Callable[[], Any]) -> Figures:
     """The figures of the kernels that ``call`` launches, the largest of each."""
     made: list[Any] = []
     ordinary = _launch.LAUNCHER

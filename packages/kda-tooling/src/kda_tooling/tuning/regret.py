@@ -16,7 +16,7 @@ from kda_tooling.bench.arms import Arm, config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.settings import DTYPES
 from kda_tooling.peers import Peer
-from kda_tooling.tuning.compiling import Job, arm_of, compile_jobs
+from kda_tooling.tuning.compiling import Compiling, Job, arm_of, compile_target
 from kda_tooling.tuning.measure import deciding, time_arms
 from kda_tooling.tuning.run import table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -126,21 +126,24 @@ def measure_regret(
     if not groups:
         raise ValueError(f"{path} has no cell of what is asked for")
     jobs: list[Job] = [(group, lane, config) for group, found in groups.items() for lane, config in found]
-    compile_jobs(settings, jobs, on_compiled)
-    cells = [(group, batch) for group in groups for batch in settings.batch_sizes]
-    results = []
-    for number, (group, batch) in enumerate(cells):
-        on_cell(f"{group}, B = {batch}", number, len(cells))
-        decision = decision_at(settings, group, batch, machine, folder)
-        chosen = arm_of(settings, group, decision.lane, decision.launch)
-        arms = {chosen.name: chosen}
-        for lane, config in groups[group]:
-            arm = arm_of(settings, group, lane, config)
-            arms.setdefault(arm.name, arm)
-        times = time_arms(
-            settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=peers
-        )
-        results.append(_regret(group, batch, decision, chosen, arms, {n: deciding(t) for n, t in times.items()}))
+    of = len(groups) * len(settings.batch_sizes)
+    results: list[Regret] = []
+    with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
+        for group, found in groups.items():
+            compiling.of(group)
+            for batch in settings.batch_sizes:
+                on_cell(f"{group}, B = {batch}", len(results), of)
+                decision = decision_at(settings, group, batch, machine, folder)
+                chosen = arm_of(settings, group, decision.lane, decision.launch)
+                arms = {chosen.name: chosen}
+                for lane, config in found:
+                    arm = arm_of(settings, group, lane, config)
+                    arms.setdefault(arm.name, arm)
+                times = time_arms(
+                    settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=peers
+                )
+                us = {name: deciding(time) for name, time in times.items()}
+                results.append(_regret(group, batch, decision, chosen, arms, us))
     return RegretResult(machine, path.name, results, time.monotonic() - started)
 
 

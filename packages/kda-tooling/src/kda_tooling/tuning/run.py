@@ -15,7 +15,7 @@ from kda_backend.lanes import Target
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.sweep import check_memory
 from kda_tooling.dtypes import long_dtype
-from kda_tooling.tuning.compiling import Failure, candidate_jobs, compile_jobs
+from kda_tooling.tuning.compiling import Compiling, Failure, candidate_jobs, compile_target
 from kda_tooling.tuning.measure import FINAL_PASSES, measure_group
 from kda_tooling.tuning.settings import Group, TuneSettings
 
@@ -139,20 +139,24 @@ def run_tune(
     ]
     for group in groups:
         check_memory(settings.sweep_settings(group), machine.l2_bytes, device_memory())
-    started = time.monotonic()
-    compiled = compile_jobs(settings, candidate_jobs(settings, groups, torch.version.hip is None), on_compiled)
-    result.seconds["compiling"] = time.monotonic() - started
-    result.failures += compiled.failures
-    for index, group in enumerate(groups):
-        on_group(group, index, len(groups))
-        started = time.monotonic()
-        measured = measure_group(settings, group, compiled, machine.l2_bytes, on_step=on_step)
-        result.failures += measured.failures
-        cells = [judged(group.key(batch), lanes, settings.margin) for batch, lanes in measured.lanes.items()]
-        result.table = with_cells(result.table, cells)
-        write_table(result.table, into)
-        result.measured += [cell.key for cell in cells]
-        result.seconds[str(group)] = time.monotonic() - started
+    jobs = candidate_jobs(settings, groups, torch.version.hip is None)
+    result.seconds["compiling"] = 0.0
+    with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
+        for index, group in enumerate(groups):
+            on_group(group, index, len(groups))
+            on_step("compiling")
+            started = time.monotonic()
+            compiled = compiling.of(group)
+            result.failures += compiled.failures
+            result.seconds["compiling"] += time.monotonic() - started
+            started = time.monotonic()
+            measured = measure_group(settings, group, compiled, machine.l2_bytes, on_step=on_step)
+            result.failures += measured.failures
+            cells = [judged(group.key(batch), lanes, settings.margin) for batch, lanes in measured.lanes.items()]
+            result.table = with_cells(result.table, cells)
+            write_table(result.table, into)
+            result.measured += [cell.key for cell in cells]
+            result.seconds[str(group)] = time.monotonic() - started
     if groups and load_table(path) != result.table:
         raise RuntimeError(f"{path} read back is not the table that was written")
     return result
