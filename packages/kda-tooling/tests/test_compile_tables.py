@@ -149,6 +149,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     for arguments, message in (
         (["--tables", str(tmp_path / "none")], "is no folder"),
         (["--new", "--check"], "give one of them"),
+        (["--target", "sm90", "--kernel", "fused", "--config", "K128-T4", "--check"], "nothing to compile"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2

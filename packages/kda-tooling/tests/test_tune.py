@@ -363,7 +363,7 @@ def test_a_table_says_how_to_make_it_again_and_not_where_it_lay(tuned: Callable[
     )
     again = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": "250"})
     assert "no such option" not in again.output.lower()
-    assert "tuning" in again.output, "only the GPU is missing"
+    assert "timed" in again.output, "only the GPU is missing"
 
 
 def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,12 @@ def compile_report(
         if json_file is not None:
             write_json(json_file, _as_json([], [], triton.__version__, 0.0) | {"whole": False})
         return
+    if not selection.specs():
+        asked = [", ".join(names or ("any",)) for names in (selection.configs, selection.kernels, selection.targets)]
+        raise typer.BadParameter(
+            "nothing to compile: there is no configuration {} of kernel {} for target {}. Leave out --config, and the "
+            "table names those that are.".format(*asked)
+        )
     try:
         # A partial write keeps the other entries, so it must be able to read them.
         kept = (write and not selection.everything and budget.exists()) or (new and budget.exists())

@@ -259,5 +259,10 @@ def _named_table(folder: Path | None, shape: KdaShape, device_name: str, dtype: 
     if not path.is_file():
         there = sorted(each.name for each in where.glob("*.json"))
         listed = "no table at all" if not there else "these: " + "; ".join(there[:20])
-        raise typer.BadParameter(plain(f"there is no {path.name} in {where}, but {listed}."))
+        raise typer.BadParameter(
+            plain(
+                f"there is no {path.name} in {where}, but {listed}. 'kda tune --into tables' with these heads measures "
+                "one on this GPU; then --tables tables."
+            )
+        )
     return path

@@ -134,11 +134,14 @@ def kinds_of(forms: list[str], modes: list[str], options: list[str], gates: list
 def require_gpu() -> None:
     """Refuse to time where there is no GPU, or kernels are interpreted."""
     if interpreter_chosen():
-        raise typer.BadParameter("TRITON_INTERPRET is set: tuning times compiled kernels; unset it.")
+        raise typer.BadParameter("TRITON_INTERPRET is set: compiled kernels are timed; unset it.")
     import torch
 
     if not torch.cuda.is_available():
-        raise typer.BadParameter("tuning needs a CUDA device and torch sees none here.")
+        raise typer.BadParameter(
+            "kernels are timed on a CUDA device and torch sees none here. 'kda gate show' and 'kda gate explain' read "
+            "tables anywhere."
+        )
 
 
 def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> TuneResult:
