@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kda_tooling.bench import tables as table_module
 from kda_tooling.bench.markdown import BEGIN, END, replace_block, results_block, results_markdown
 from kda_tooling.bench.results import SweepResult
 from kda_tooling.bench.settings import SweepSettings
@@ -55,6 +56,20 @@ def test_a_row_says_latency_spread_and_ratio_to_the_floor(example: SweepResult) 
     ratio = best_ratio(example.cells[3], "sglang")
     assert ratio == arm.median_us / min(a.median_us for a in example.cells[3].arms if a.owner == "sglang")
     assert row["best ours / best sglang"] == f"{ratio:.2f}"
+
+
+def test_lanes_that_are_too_many_to_stand_side_by_side_are_listed(
+    example: SweepResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    across = printed(example)
+    monkeypatch.setattr(table_module, "MOST_COLUMNS", 5)
+    down = printed(example)
+    heads = next(line for line in across if line[0] == "B")
+    for batch in ("1", "64"):
+        row = dict(zip(heads, next(line for line in across if line[0] == batch), strict=True))
+        at = next(line for line in down if line[0] == "lane").index(f"B = {batch}")
+        for name in heads[2:]:
+            assert next(line for line in down if line[0] == name)[at] == row[name]
 
 
 def test_every_arm_has_a_row_of_its_own_on_demand(example: SweepResult) -> None:

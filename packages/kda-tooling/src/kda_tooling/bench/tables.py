@@ -10,6 +10,10 @@ from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.terminal import plain
 
 
+MOST_COLUMNS = 6
+"""Lanes that stand side by side; more of them are listed one below the other."""
+
+
 def _text(arm: ArmResult | None) -> str:
     return "-" if arm is None else f"{arm.median_us:.2f} ±{arm.spread * 100:.1f}%  {arm.over_floor:.2f}x"
 
@@ -38,6 +42,8 @@ def tables(result: SweepResult, every_arm: bool = False) -> list[Table]:
             for name in dict.fromkeys(arm.name for cell in cells for arm in cell.arms):
                 row = [next((arm for arm in cell.arms if arm.name == name), None) for cell in cells]
                 table.add_row(plain(name), *(_text(arm) for arm in row))
+        elif len(columns(result)) > MOST_COLUMNS:
+            _lanes_down(table, cells, result)
         else:
             _lane_rows(table, cells, result)
         skipped = {f"{name}: {why}" for cell in cells for name, why in cell.skipped.items()}
@@ -88,6 +94,20 @@ def _lane_rows(table: Table, cells: list[Cell], result: SweepResult) -> None:
             ratio = best_ratio(cell, peer, form)
             row.append("-" if ratio is None else f"{ratio:.2f}")
         table.add_row(*row)
+
+
+def _lanes_down(table: Table, cells: list[Cell], result: SweepResult) -> None:
+    """What `_lane_rows` shows, one row per lane and one column per batch size."""
+    table.add_column("lane")
+    for cell in cells:
+        table.add_column(f"B = {cell.batch}{'' if cell.cold else ' hot'}", justify="right")
+    floors = [cell.ring_floor_us for cell in cells]
+    table.add_row("floor, ring", *("-" if floor is None else f"{floor:.2f}" for floor in floors))
+    for owner, lane in columns(result):
+        table.add_row(plain(f"{owner} {lane}"), *(_text(cell.best(owner, lane=lane)) for cell in cells))
+    for heading, peer, form in ratio_columns(result):
+        found = [best_ratio(cell, peer, form) for cell in cells]
+        table.add_row(plain(heading), *("-" if ratio is None else f"{ratio:.2f}" for ratio in found))
 
 
 def header(result: SweepResult) -> str:
