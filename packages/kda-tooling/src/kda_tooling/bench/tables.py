@@ -9,7 +9,6 @@ from kda_tooling.bench.arms import OURS
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.terminal import plain
 
-
 MOST_COLUMNS = 6
 """Lanes that stand side by side; more of them are listed one below the other."""
 
