@@ -1,9 +1,7 @@
-"""Decisions of the gate: every step of the look-up, every override and refusal, and that nothing else plays a part."""
+"""Decisions of the gate: every step of the look-up, every override and every refusal."""
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,28 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kda_backend import LANES, MODES, Target, conservative_lane
-from kda_backend.gate import ENV, OPTIONS, SOURCES, Decision, Table, decide, decisions, write_table
-from kda_backend.gate.cells import GATES, lanes_of
-from kda_backend.gate.decisions import forget_decisions, tune_command
-from kda_backend.gate.env import Settings, process_settings, settings_of
-from kda_backend.gate.folders import forget
+from kda_backend.gate import ENV, OPTIONS, decide, write_table
+from kda_backend.gate.cells import GATES
+from kda_backend.gate.env import Settings, settings_of
 from kda_kernels import FORMS, KdaShape, LaunchConfig, Ring
-from tests.support.broken_tables import BROKEN
-from tests.support.tables import CLOSED, FAST_CONFIG, H200, SHAPE, SLOW_CONFIG, a_cell, a_table, cells
+from tests.support.questions import H100, SM90, ask
+from tests.support.tables import FAST_CONFIG, H200, SHAPE, SLOW_CONFIG, a_cell, a_table, cells
 
 pytestmark = pytest.mark.usefixtures("fresh_gate")
 
-SM90 = Target("cuda", 90)
-H100 = "NVIDIA H100 80GB HBM3"
 GATE_MD = Path(__file__).parent.parent / "docs" / "gate.md"
-
-
-def ask(packaged: Path, *, environ: dict[str, str] | None = None, **changes: Any) -> Decision:
-    given: dict[str, Any] = dict(
-        shape=SHAPE, mode="ring", batch=1, draft_tokens=4, device_name=H200, target=SM90, tables=str(packaged),
-        environ=environ or {},
-    )  # fmt: skip
-    return decide(**given | changes)
 
 
 @pytest.fixture
@@ -371,197 +357,3 @@ class TestFallbacks:
         ask(packaged)
         with pytest.raises(TypeError, match=f"{next(iter(changes))} must be"):
             ask(packaged, **changes)
-
-
-class TestTrust:
-    @pytest.mark.parametrize("content", [content for content, _ in BROKEN.values()], ids=BROKEN)
-    def test_a_broken_file_is_one_warning_and_no_crash(
-        self, packaged: Path, content: bytes, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        path = packaged / a_table().file_name
-        path.write_bytes(content)
-        with caplog.at_level(logging.WARNING):
-            for name in (H200, H100):
-                for batch in (1, 2):
-                    decision = ask(packaged, batch=batch, device_name=name)
-                    rule, _ = conservative_lane("ring", batch, 4, SM90)
-                    assert (decision.lane, decision.launch) == (rule, None)
-        about = [record for record in caplog.records if str(path) in record.getMessage()]
-        assert len(about) == 1
-        assert len([record for record in caplog.records if "kda tune --" in record.getMessage()]) == 1
-        assert len(caplog.records) == 2
-
-    @pytest.mark.parametrize("kind", ["folder", "fifo", "/dev/zero"])
-    def test_what_is_no_file_is_neither_read_nor_waited_for(self, packaged: Path, kind: str) -> None:
-        path = packaged / a_table().file_name
-        if kind == "folder":
-            path.mkdir()
-        elif kind == "fifo":
-            os.mkfifo(path)
-        else:
-            path.symlink_to("/dev/zero")
-        assert ask(packaged).source == "default"
-        assert "is no file" in ask(packaged).steps[1].said
-
-    @pytest.mark.parametrize("kind", ["missing", "file"])
-    def test_a_user_folder_that_is_none_is_one_warning(
-        self, packaged: Path, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        folder = tmp_path / "own"
-        if kind == "file":
-            folder.write_text("{}")
-        write_table(a_table(a_cell()), packaged)
-        for batch in (1, 2):
-            assert ask(packaged, batch=batch, environ={"KDA_GATE_TABLES": str(folder)}).source == "packaged table"
-        decision = ask(packaged, batch=3, environ={"KDA_GATE_TABLES": str(folder)})
-        assert decision.steps[0].said.endswith(f"in {folder}, which is no folder")
-        assert [record.getMessage() for record in caplog.records] == [f"the gate finds no folder of tables at {folder}"]
-
-    def test_an_edited_verdict_is_one_warning_and_unfused(
-        self, packaged: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        lost = cells({1: False, 2: False, 4: True})
-        table = a_table(*(replace(cell, lane="fused+ring") for cell in lost))
-        write_table(table, packaged)
-        assert [ask(packaged, batch=batch).lane for batch in (1, 2, 4)] == ["unfused+ring"] * 2 + ["fused+ring"]
-        (record,) = caplog.records
-        assert "2 verdicts are not those of their figures" in record.getMessage()
-
-    def test_a_closed_cell_is_unfused_and_says_by_what(self, packaged: Path) -> None:
-        write_table(a_table(replace(a_cell(), lane="unfused+ring", closed=CLOSED)), packaged)
-        decision = ask(packaged)
-        assert decision.lane == "unfused+ring"
-        assert "closed on 2026-11-29 by history.json" in decision.reason
-
-    def test_a_table_of_another_architecture_under_this_device_s_name(
-        self, packaged: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        write_table(a_table(a_cell(batch=2), arch="sm100"), packaged)
-        assert ask(packaged, batch=2).source == "default"
-        assert "is for sm100, this NVIDIA H200 is sm90" in caplog.records[0].getMessage()
-
-    def test_a_missing_table_is_one_warning_with_the_command(
-        self, packaged: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        for batch in range(8):
-            ask(packaged, batch=batch)
-            ask(packaged, batch=batch, shape=KdaShape(2, 2))
-        (record,) = caplog.records
-        assert tune_command(SHAPE, 4) in record.getMessage()
-        assert tune_command(SHAPE, 4).startswith("kda tune --heads 8 --hv-heads 8 --draft-tokens 4 --batch-sizes 1 2")
-        odd = tune_command(KdaShape(4, 8, 64, 128), 3, torch.float16)
-        assert odd.startswith("kda tune --heads 4 --hv-heads 8 --head-k-dim 64 --dtype fp16 --draft-tokens 3")
-
-    @pytest.mark.parametrize("target", [Target("interpreter"), Target("cpu")])
-    def test_nobody_is_told_to_tune_where_kernels_are_not_compiled(
-        self, packaged: Path, target: Target, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        ask(packaged, target=target, device_name=str(target))
-        ask(packaged, environ={"KDA_GATE": "off"})
-        assert caplog.records == []
-
-
-class TestPurity:
-    @given(
-        mode=st.sampled_from(MODES), batch=st.integers(0, 300), T=st.integers(1, 20), form=st.sampled_from(FORMS),
-        safe=st.booleans(), option=st.sampled_from(OPTIONS), ragged=st.booleans(), tree=st.booleans(),
-        target=st.sampled_from([SM90, Target("cuda", 75), Target("hip"), Target("interpreter"), Target("cpu")]),
-        lane=st.sampled_from(["", *LANES]), off=st.booleans(), noise=st.randoms(use_true_random=False),
-    )  # fmt: skip
-    def test_it_depends_on_its_arguments_alone(
-        self, tmp_path_factory: pytest.TempPathFactory, mode: str, batch: int, T: int, form: str, safe: bool,
-        option: str, ragged: bool, tree: bool, target: Target, lane: str, off: bool, noise: Any,
-    ) -> None:  # fmt: skip
-        """Neither what was asked before, nor the process's environment, its folder or what is remembered."""
-        made = [
-            a_cell(fused=bool(i % 2), batch=b, draft_tokens=t) for i, (t, b) in enumerate(
-                (t, b) for t in (2, 4, 8) for b in (1, 16, 128))
-        ]  # fmt: skip
-        first, second = (tmp_path_factory.mktemp("tables") for _ in range(2))
-        for folder in (first, second):
-            write_table(a_table(*made), folder)
-        environ = {"KDA_LANE": lane, "KDA_GATE": "off" if off else ""}
-        given: dict[str, Any] = dict(
-            mode=mode, batch=batch, draft_tokens=T, form=form, safe_gate=safe, option=option, ragged=ragged, tree=tree,
-            target=target, environ=environ,
-        )  # fmt: skip
-
-        def answer(folder: Path) -> Any:
-            try:
-                decision = ask(folder, **given)
-            except ValueError as refusal:
-                return str(refusal)
-            assert decision.source in SOURCES
-            assert decision.lane in (*lanes_of(mode), "reference")
-            assert decision.steps
-            said = str(decision).replace(str(folder), "FOLDER")
-            return decision.lane, decision.launch, decision.source, said
-
-        expected = answer(first)
-        for _ in range(3):
-            ask(first, batch=noise.randint(0, 300), draft_tokens=noise.randint(1, 9))
-        assert answer(first) == expected
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KDA_LANE", "fused")
-            patch.setenv("KDA_GATE", "off")
-            process_settings.cache_clear()
-            forget_decisions()
-            forget()
-            assert answer(second) == expected
-        process_settings.cache_clear()
-
-    def test_a_file_is_read_once(self, packaged: Path) -> None:
-        """A process keeps to what it read: a table that changes under it changes nothing, for any batch size."""
-        write_table(a_table(a_cell()), packaged)
-        first = ask(packaged)
-        write_table(a_table(a_cell(fused=False)), packaged)
-        assert ask(packaged) is first
-        assert ask(packaged, batch=2).lane == "fused+ring"
-        forget()
-        forget_decisions()
-        assert ask(packaged).lane == "unfused+ring"
-
-    @pytest.mark.parametrize("there_at_first", [True, False])
-    def test_a_table_that_goes_or_comes_later_changes_nothing(self, packaged: Path, there_at_first: bool) -> None:
-        source = "packaged table" if there_at_first else "default"
-        path = packaged / a_table().file_name
-        if there_at_first:
-            write_table(a_table(a_cell()), packaged)
-        assert ask(packaged).source == source
-        if there_at_first:
-            path.unlink()
-        else:
-            write_table(a_table(a_cell()), packaged)
-        assert ask(packaged, batch=2).source == source
-
-    def test_D2_no_device_is_touched(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def touched(*_: object, **__: object) -> None:
-            raise AssertionError("the device was asked")
-
-        for name in ("current_device", "get_device_capability", "get_device_name", "synchronize", "_lazy_init"):
-            monkeypatch.setattr(torch.cuda, name, touched)
-        write_table(a_table(a_cell()), packaged)
-        assert ask(packaged).lane == "fused+ring"
-
-    def test_a_remembered_decision_looks_at_nothing(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What it costs is measured: `kda host-time`."""
-        write_table(a_table(a_cell()), packaged)
-        first = ask(packaged)
-        monkeypatch.setattr(decisions, "_decide", None)
-        monkeypatch.setattr(decisions, "_check", None)
-        assert ask(packaged) is first
-
-    def test_what_is_remembered_is_bounded(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(decisions, "MOST_REMEMBERED", 4)
-        for batch in range(20):
-            ask(packaged, batch=batch)
-        assert len(decisions._remembered) <= 4
-
-
-def test_a_large_table_is_taken(packaged: Path) -> None:
-    table: Table = a_table(
-        *(c for t in range(1, 17) for c in cells(dict.fromkeys(range(1, 101), True), draft_tokens=t))
-    )
-    write_table(table, packaged)
-    assert len(table.cells) == 1600
-    assert ask(packaged, batch=50, draft_tokens=16).source == "packaged table"
