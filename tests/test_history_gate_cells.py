@@ -28,7 +28,7 @@ def place(*params: str, names: tuple[str, ...] = NAMES, benchmark: str = LATENCY
     return gate_place(CellName(benchmark, params), names)
 
 
-@pytest.mark.parametrize("name", gate_cells.VERIFY_BENCHMARKS + gate_cells.ROUND_BENCHMARKS)
+@pytest.mark.parametrize("name", gate_cells.VERIFY_BENCHMARKS)
 def test_every_named_benchmark_exists_and_all_its_cells_are_gate_cells(name: str) -> None:
     module, suite, function = name.split(".")
     found = getattr(importlib.import_module(f"benchmarks.{module}"), suite)
@@ -99,11 +99,3 @@ def test_a_sweep_s_column_states_the_form() -> None:
 )
 def test_what_is_no_gate_cell_is_none(params: tuple[str, ...], names: tuple[str, ...], benchmark: str) -> None:
     assert place(*params, names=names, benchmark=benchmark) is None
-
-
-def test_rounds_decide_cells_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_cells, "ROUND_BENCHMARKS", ("rounds.Round.track_round",))
-    found = place("fused+ring fold-on-verify", "4", "16", benchmark="rounds.Round.track_round")
-    assert found is not None
-    assert found.key.option == "fold-on-verify"
-    assert place("fused+ring", "4", "16", benchmark="rounds.Round.track_round") is None

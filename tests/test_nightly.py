@@ -98,7 +98,9 @@ def test_one_issue_per_benchmark_that_got_slower(
     nightly.issues(forge, repository.results)
     assert (len(gh["issue"]), gh["calls"].count("issue edit")) == (1, 0), "the same again says nothing new"
 
-    more = lambda place, number: slower(place, number) * (1.3 if number >= 7 and place[1:] == (8, 16) else 1)  # noqa: E731
+    def more(place: Any, number: int) -> float:
+        return slower(place, number) * (1.3 if number >= 7 and place[1:] == (8, 16) else 1)
+
     repository.record(7, more)
     nightly.issues(forge, repository.results)
     (issue,) = gh["issue"]

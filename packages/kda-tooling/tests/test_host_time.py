@@ -75,7 +75,7 @@ def test_what_the_gpu_cannot_hold_names_the_options(monkeypatch: pytest.MonkeyPa
     def measured(*given: object, **sizes: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
     monkeypatch.setattr(module, "measure", measured)
     result = runner.invoke(app, ["host-time", "--batch-size", "4096"])
     assert result.exit_code == 2

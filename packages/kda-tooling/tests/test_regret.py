@@ -105,7 +105,7 @@ def test_the_choice_is_timed_beside_all_that_the_table_knows(measured: Callable[
     ],
 )
 def test_too_slow_is_said(measured: Callable[..., Any], fused: float, wrong: list[str]) -> None:
-    found = command.judged(measured(TIMES | {"fused+ring bv64.w4": fused}))
+    found = command.too_slow(measured(TIMES | {"fused+ring bv64.w4": fused}))
     assert len(found) == len(wrong)
     assert all(part in line for part, line in zip(wrong, found, strict=True))
 
@@ -120,7 +120,7 @@ def test_no_table_and_an_empty_one_are_refused(measured: Callable[..., Any], fol
 
 
 def test_the_command_exits_by_the_verdict(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
     for fused, code in ((10.0, 0), (9.0, 1)):
         result = measured(TIMES | {"fused+ring bv64.w4": fused})
         monkeypatch.setattr(command, "_measure", lambda *_, result=result: result)

@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, sweep_factory: Callable[..., SweepRes
         reached.append(settings)
         return sweep_factory(settings)
 
-    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
     monkeypatch.setattr(command, "_measure", measure)
     return reached
 

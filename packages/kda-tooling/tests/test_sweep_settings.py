@@ -66,7 +66,7 @@ def test_the_named_command_measures_the_same(settings: SweepSettings, monkeypatc
         reached.append(given)
         raise SystemExit(0)
 
-    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
     monkeypatch.setattr(command, "_measure", measure)
     text = command_of(json.loads(json.dumps(dataclasses.asdict(settings))))
     assert text.startswith("kda sweep")

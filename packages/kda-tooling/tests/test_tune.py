@@ -25,6 +25,7 @@ from kda_tooling.bench.bits import BitsDifferError
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.timing import Timing
 from kda_tooling.cli import app
+from kda_tooling.commands import tune as command_module
 from kda_tooling.tuning import compiling, measure, run
 from kda_tooling.tuning.candidates import Figures, candidates, capped, fits_heads, ruled_out
 from kda_tooling.tuning.settings import TuneSettings
@@ -100,12 +101,16 @@ def test_the_fastest_configuration_of_every_lane_is_found_and_the_winner_named(t
 
 def test_a_win_in_one_pass_only_is_none(tuned: Callable[..., Any]) -> None:
     # Measurements 1 and 2 are the survey (B = 1 and 3), 3 to 5 the first pass, 6 to 8 the second.
-    slow_once = lambda name, number: usual(name, number) + (5 if "kda fused" in name and number == 7 else 0)  # noqa: E731
+    def slow_once(name: str, number: int) -> float:
+        return usual(name, number) + (5 if "kda fused" in name and number == 7 else 0)
+
     assert verdicts(tuned(slow_once).table) == ["fused+ring", "unfused+ring", "fused+ring"]
 
 
 def test_a_win_within_the_margin_is_none(tuned: Callable[..., Any]) -> None:
-    close = lambda name, number: 9.9 if "kda fused" in name else 10.0  # noqa: E731
+    def close(name: str, number: int) -> float:
+        return 9.9 if "kda fused" in name else 10.0
+
     assert verdicts(tuned(close).table) == ["unfused+ring"] * 3
     assert verdicts(tuned(close, dataclasses.replace(SMALL, margin=0.0), fresh=True).table) == ["fused+ring"] * 3
 
@@ -355,6 +360,12 @@ def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None
 
 
 def test_a_table_says_how_to_make_it_again_and_not_where_it_lay(tuned: Callable[..., Any]) -> None:
+    seen: list[TuneSettings] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_module, "require_gpu", lambda *_: None)
+        patch.setattr(command_module, "_measure", lambda settings, *_: (seen.append(settings), 1 / 0))
+        CliRunner().invoke(app, ["tune"])
+    assert seen == [TuneSettings()], "the command's defaults are the settings'"
     assert TuneSettings().command == "kda tune"
     command = tuned(usual, dataclasses.replace(SMALL, gates=("standard",), margin=0.05)).table.provenance.command
     assert command == (
@@ -363,7 +374,7 @@ def test_a_table_says_how_to_make_it_again_and_not_where_it_lay(tuned: Callable[
     )
     again = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": "250"})
     assert "no such option" not in again.output.lower()
-    assert "timed" in again.output, "only the GPU is missing"
+    assert "tuning" in again.output, "only the GPU is missing"
 
 
 def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +429,7 @@ def test_the_command_prints_what_came_of_it(
     kept.mkdir()
     before.path.rename(kept / before.path.name)
     slower = tuned(lambda name, number: usual(name, number) + (9 if "kda fused" in name else 0))
-    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
     monkeypatch.setattr(command, "_measure", lambda *_: slower)
     arguments = ["tune", "--into", str(tmp_path), "--check", str(kept / before.path.name), "--json", "-"]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})

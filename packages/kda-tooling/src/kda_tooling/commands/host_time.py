@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kda_tooling.commands.options import interpreter_chosen, rename_shape_fields
+from kda_tooling.commands.options import rename_shape_fields, require_gpu
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.terminal import plain
 
@@ -21,15 +21,6 @@ MAX_BATCH, MAX_DRAFT_TOKENS, MAX_HEADS = 4096, 64, 1024
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(epilog="Example: [bold]kda host-time --calls 2000 --json host-time.json[/bold]")(host_time)
-
-
-def _require_gpu() -> None:
-    if interpreter_chosen():
-        raise typer.BadParameter("TRITON_INTERPRET is set: host time is that of launching compiled kernels; unset it.")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("host time is that of launches on a CUDA device, and torch sees none here.")
 
 
 def host_time(
@@ -54,7 +45,7 @@ def host_time(
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     check_outputs({"--json": json_file})
-    _require_gpu()
+    require_gpu("kda host-time")
     import torch
 
     from kda_tooling.bench.host_time import measure, processor

@@ -49,6 +49,16 @@ def interpreter_chosen() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "yes", "on", "y"}
 
 
+def require_gpu(what: str, instead: str = "") -> None:
+    """Refuse to time ``what`` where kernels are interpreted or no GPU is there; ``instead`` says what can be done."""
+    if interpreter_chosen():
+        raise typer.BadParameter(f"TRITON_INTERPRET is set: {what} times compiled kernels; unset it. {instead}".strip())
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter(f"{what} needs a CUDA device and torch sees none here. {instead}".strip())
+
+
 def positive(value: float | None) -> float | None:
     """Typer callback for finite numbers above 0."""
     if value is not None and not 0 < value < math.inf:

@@ -13,10 +13,10 @@ from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
     LANES,
-    interpreter_chosen,
     parse_lower_bound,
     refuse,
     rename_shape_fields,
+    require_gpu,
 )
 from kda_tooling.commands.outputs import check_outputs, console_for, write_output
 from kda_tooling.commands.report import show
@@ -35,16 +35,6 @@ def register(app: typer.Typer) -> None:
         "--peer sglang=peer --json sweep.json --plot sweep.png[/bold], [bold]kda sweep --round --modes fused+ring "
         "unfused+ring[/bold]",
     )(sweep)
-
-
-def _require_gpu() -> None:
-    instead = "Without a GPU use 'kda demo' (kernels interpreted) or 'nox -s compile' (kernels compiled ahead)."
-    if interpreter_chosen():
-        raise typer.BadParameter(f"TRITON_INTERPRET is set: a sweep times compiled kernels; unset it. {instead}")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter(f"a sweep needs a CUDA device and torch sees none here. {instead}")
 
 
 def _check_outputs(json: Path | None, plot: Path | None) -> None:
@@ -128,7 +118,10 @@ def sweep(
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     _check_outputs(json, plot)
-    _require_gpu()
+    require_gpu(
+        "a sweep",
+        "Without a GPU use 'kda demo' (kernels interpreted) or 'nox -s compile' (kernels compiled ahead).",
+    )
     result = _measure(settings)
     write_output(json, result.to_json() + "\n")
     show(result, every_arm or sweep_bv, console_for(json))

@@ -14,9 +14,9 @@ from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
     check_output_folder,
-    interpreter_chosen,
     refuse,
     rename_shape_fields,
+    require_gpu,
 )
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.dtypes import short_dtype
@@ -37,6 +37,11 @@ Modes = Annotated[list[str], typer.Option("--mode", help=f"State modes: {', '.jo
 Options = Annotated[list[str], typer.Option("--option", help=f"Pool options: {OPTION_WORDS}.")]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
 EVERY_T = [2, 3, 4, 5, 6, 7, 8]
+EVERY_B = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+EVERY_FORM, EVERY_MODE, PLAIN, SAFE = list(FORMS), list(MODES), list(OPTIONS[:1]), list(GATES[:1])
+"""The usual values, those of `kda_tooling.tuning.settings.TuneSettings`, here so that ``--help`` imports no torch."""
+
+READ_ANYWHERE = "'kda gate show' and 'kda gate explain' read tables anywhere."
 
 
 def register(app: typer.Typer) -> None:
@@ -56,11 +61,11 @@ def tune(
     head_v_dim: HeadVDim = 128,
     dtype: Dtype = "bf16",
     draft_tokens: DraftTokens = EVERY_T,
-    batch_sizes: BatchSizes = [1, 2, 4, 8, 16, 32, 64, 128, 256],  # noqa: B006
-    forms: Forms = list(FORMS),  # noqa: B006
-    modes: Modes = list(MODES),  # noqa: B006
-    options: Options = list(OPTIONS[:1]),  # noqa: B006
-    gates: Gates = list(GATES[:1]),  # noqa: B006
+    batch_sizes: BatchSizes = EVERY_B,
+    forms: Forms = EVERY_FORM,
+    modes: Modes = EVERY_MODE,
+    options: Options = PLAIN,
+    gates: Gates = SAFE,
     margin: Annotated[float, typer.Option(help="Share of unfused's time by which fused has to win every pass.")] = 0.02,
     passes: Annotated[int, typer.Option(help="Independent passes.")] = 2,
     finalists: Annotated[int, typer.Option(help="Configurations per lane that every pass times.")] = 3,
@@ -92,7 +97,7 @@ def tune(
         compared = load_table(check) if check is not None else None
     except TableError as error:
         raise refuse("--check", f"{error}.") from None
-    require_gpu()
+    require_gpu("tuning", READ_ANYWHERE)
     into.mkdir(parents=True, exist_ok=True)
     result = _measure(settings, into, fresh, resume)
     from kda_tooling.tuning.run import changes
@@ -129,19 +134,6 @@ def kinds_of(forms: list[str], modes: list[str], options: list[str], gates: list
     """The options that say which kinds of verify, as `TuneSettings` has them, each once."""
     kinds = {"forms": forms, "modes": modes, "options": options, "gates": gates}
     return {name: tuple(dict.fromkeys(values)) for name, values in kinds.items()}
-
-
-def require_gpu() -> None:
-    """Refuse to time where there is no GPU, or kernels are interpreted."""
-    if interpreter_chosen():
-        raise typer.BadParameter("TRITON_INTERPRET is set: compiled kernels are timed; unset it.")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter(
-            "kernels are timed on a CUDA device and torch sees none here. 'kda gate show' and 'kda gate explain' read "
-            "tables anywhere."
-        )
 
 
 def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> TuneResult:

@@ -18,12 +18,9 @@ from kda_tooling.dtypes import long_dtype
 from kda_tooling.history.reading import CellName
 
 VERIFY_BENCHMARKS = ("ring_latency.RingLatency.track_verify", "lane_latency.LaneLatency.track_verify")
-"""asv's names of what times a verify per lane, us per layer: it decides cells of option "plain"."""
+"""asv's names of what times a verify per lane, us per layer: it decides cells of option "plain".
 
-ROUND_BENCHMARKS: tuple[str, ...] = ()
-"""The same of a round (verify on every layer, one commit) with a pool's option, which decides the cells of options.
-
-None yet: the suite's rounds are plain, and there a verify decides.
+Cells of pool options go by rounds with that option, which the suite does not have: it says nothing of them.
 """
 
 DEFAULTS: Mapping[str, str] = {
@@ -54,7 +51,7 @@ def of_machine(table: Table, machine: str, gpu: str | None) -> bool:
 
 def gate_place(name: CellName, param_names: tuple[str, ...]) -> GatePlace | None:
     """Where a history's cell belongs, or None: no latency of a lane, or of what no gate cell is for."""
-    if name.benchmark not in VERIFY_BENCHMARKS + ROUND_BENCHMARKS or len(param_names) != len(name.params):
+    if name.benchmark not in VERIFY_BENCHMARKS or len(param_names) != len(name.params):
         return None
     given = dict(zip(param_names, name.params, strict=True))
     if any(one not in given for one in NEEDED):
@@ -73,6 +70,6 @@ def gate_place(name: CellName, param_names: tuple[str, ...]) -> GatePlace | None
         key = CellKey(said["gate"], said["form"], lane_mode(lane), said["option"], int(given["T"]), int(given["B"]))
     except (TypeError, ValueError):
         return None
-    if (key.option == OPTIONS[0]) != (name.benchmark in VERIFY_BENCHMARKS):
+    if key.option != OPTIONS[0]:
         return None
     return GatePlace(shape, long_dtype(said["dtype"]), key, lane)

@@ -46,9 +46,9 @@ class Failure:
 
 @dataclass
 class Compiled:
-    """What is left to time: configurations of each lane of each group; and what is not."""
+    """What is left to time of a group, configurations of each lane; and what is not."""
 
-    configs: dict[tuple[Group, str], list[LaunchConfig]] = field(default_factory=dict)
+    configs: dict[str, list[LaunchConfig]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -115,7 +115,7 @@ class Compiling:
 
     def of(self, group: Group) -> Compiled:
         """What came of ``group``'s jobs; waits for them. One that fails to compile is a failure of its own."""
-        compiled = Compiled({(group, lane): [] for lane in group.lanes})
+        compiled = Compiled({lane: [] for lane in group.lanes})
         for (of, lane, config), future in zip(self._jobs, self._futures, strict=True):
             if of != group:
                 continue
@@ -128,7 +128,7 @@ class Compiling:
             for one, figures in found:
                 error = figures if isinstance(figures, str) else ruled_out(figures)
                 if error is None:
-                    compiled.configs[group, lane].append(one)
+                    compiled.configs[lane].append(one)
                 else:
                     compiled.failures.append(Failure(group, lane, one, error, broken=isinstance(figures, str)))
         return compiled

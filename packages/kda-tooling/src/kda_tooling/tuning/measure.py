@@ -81,8 +81,7 @@ def measure_group(
             seed = settings.seed + 1 + number
             found[batch] = time_arms(settings, group, batch, chosen, l2_bytes, seed, FINAL_PASSES, device)
         passes.append(found)
-    all_failures = [one for one in compiled.failures if one.group == group] + failures
-    reasons = {lane: _reason(all_failures, lane) for lane in group.lanes}
+    reasons = {lane: _reason(compiled.failures + failures, lane) for lane in group.lanes}
     return Measured(_figures(group, sizes, passes, by_name, reasons), failures)
 
 
@@ -109,7 +108,7 @@ def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: s
     expected = two_rounds(problems, reference, accept_lens)
     good, failures = [], []
     for lane in group.lanes:
-        for config in compiled.configs[group, lane]:
+        for config in compiled.configs[lane]:
             arm = arm_of(settings, group, lane, config)
             try:
                 check(problems, reference, expected, arm, accept_lens)
