@@ -259,9 +259,9 @@ def test_the_measuring_commands_cover_the_suites(monkeypatch: pytest.MonkeyPatch
         reached.append(settings)
         raise SystemExit(0)
 
-    monkeypatch.setattr(sweep, "_require_gpu", lambda: None)
+    monkeypatch.setattr(sweep, "require_gpu", lambda *_: None)
     monkeypatch.setattr(sweep, "_measure", stop)
-    monkeypatch.setattr(regret, "require_gpu", lambda: None)
+    monkeypatch.setattr(regret, "require_gpu", lambda *_: None)
     monkeypatch.setattr(regret, "_measure", stop)
     grid = [(t, b) for t in benchmarks.DRAFT_TOKENS for b in benchmarks.BATCH_SIZES]
     lanes: dict[str, set[str]] = {kind: set() for kind in records.SWEEPS}
