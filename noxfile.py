@@ -121,7 +121,8 @@ def tests(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """The gpu-marked tests, kernels compiled. Fails without a GPU.
 
-    Writes docs/gpu-suite.json, or what `-- --summary-json PATH` names. On an image that has its own CUDA torch:
+    Writes build/gpu-suite.json, which git ignores: a changed tree is not measured. `-- --summary-json
+    docs/gpu-suite.json` writes the one that is committed. On an image that has its own CUDA torch:
     `nox --no-venv --no-install -s gpu`.
     """
     probe = "import importlib.util, torch; print('gpu' * torch.cuda.is_available(), importlib.util.find_spec('xdist'))"
@@ -130,7 +131,7 @@ def gpu(session: nox.Session) -> None:
         session.error("torch sees no CUDA device. Run this on a GPU machine; `nox -s tests` runs what needs none.")
     posargs = list(session.posargs)
     if not any(arg.startswith("--summary-json") for arg in posargs):
-        posargs += ["--summary-json", str(ROOT / "docs" / "gpu-suite.json")]
+        posargs += ["--summary-json", str(ROOT / "build" / "gpu-suite.json")]
     # Compiling is most of the time: workers share it. Tests that need much memory are grouped on one of them.
     workers = [] if "None" in found else ["-n", "8", "--dist", "loadgroup"]
     env = COMPILED | {"OMP_NUM_THREADS": "2"}

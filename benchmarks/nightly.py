@@ -40,8 +40,8 @@ def merge(forge: Forge, measured: Path, results: Path) -> list[str]:
         What is wrong with files that could not be stored; the rest is stored.
     """
     shutil.rmtree(results, ignore_errors=True)
+    tip = forge.tip(BRANCH)  # first: where that fails, the steps that follow find no history, not half of one
     shutil.copytree(RESULTS, results)
-    tip = forge.tip(BRANCH)
     if tip is not None:
         forge.extract(tip, results)
         _newest_benchmarks(results)

@@ -217,6 +217,16 @@ def test_the_checkouts_benchmarks_hold(
     assert known["ring_latency.RingLatency.track_verify"]["version"] == "2"
 
 
+def test_a_branch_that_cannot_be_fetched_leaves_no_history(repository: Repository, tmp_path: Path) -> None:
+    """Half of one would be judged by the steps that follow."""
+    out = tmp_path / "gathered"
+    out.mkdir()
+    repository._git("remote", "set-url", "origin", str(tmp_path / "none"))
+    with pytest.raises(subprocess.CalledProcessError):
+        nightly.merge(Forge(repository.folder, apply=False), tmp_path / "first", out)
+    assert not out.exists()
+
+
 def test_the_command_tells_what_was_not_stored(
     replayed: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,44 @@ def test_a_busy_gpu_is_refused_before_anything_is_measured() -> None:
     called = [name for step in gpu["jobs"]["measure"]["steps"] if "run" in step
               for name in sessions_called(step["run"], {})]  # fmt: skip
     assert called == ["gpu_idle", "gpu", "sanitize", "bench"]
+
+
+class Recorded:
+    """A nox session that runs nothing, and keeps what it was to run."""
+
+    def __init__(self) -> None:
+        self.posargs: list[str] = []
+        self.arguments: list[str] = []
+
+    def run(self, *arguments: str, **_: Any) -> str:
+        self.arguments += arguments
+        return "gpu"
+
+
+def test_what_runs_before_a_measurement_writes_no_tracked_file() -> None:
+    """`bench` measures a committed tree alone: a session before it that renewed a tracked file would stop it."""
+    spec = importlib.util.spec_from_file_location("sessions", ROOT / "noxfile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    noxfile = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(noxfile)
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = {ROOT / name for name in listing.stdout.splitlines()}
+    for name in ("gpu_idle", "gpu", "sanitize"):
+        session = Recorded()
+        getattr(noxfile, name).func(session)
+        assert session.arguments
+        assert not tracked & {ROOT / argument.rpartition("=")[2] for argument in session.arguments}, name
+
+
+def test_the_page_is_published_although_a_step_before_it_failed() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text())["jobs"]
+    merged, *after = [step for step in jobs["history"]["steps"] if "nox" in step.get("run", "")]
+    page = next(step for step in jobs["history"]["steps"] if "upload-pages-artifact" in step.get("uses", ""))
+    assert "merge" in merged["run"]
+    assert {step["if"] for step in (*after, page)} == {"${{ !cancelled() }}"}
+    assert jobs["history"]["outputs"] == {"page": f"${{{{ steps.{page['id']}.outcome }}}}"}
+    assert jobs["dashboard"]["if"] == "${{ !cancelled() && needs.history.outputs.page == 'success' }}"
 
 
 def test_ci_runs_every_python() -> None:
