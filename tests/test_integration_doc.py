@@ -49,16 +49,51 @@ def test_the_captured_engine_replays_what_eager_rounds_do() -> None:
     assert pool.error_summary() is None
 
 
+def variables(text: str) -> set[str]:
+    """The names in the first column of the tables under "Environment variables"."""
+    section = text.partition("## Environment variables")[2].partition("\n## ")[0]
+    cells = [line[1:].partition("|")[0] for line in section.splitlines() if line.startswith("|")]
+    return {name for cell in cells for name in re.findall(r"`([A-Z_]+)`", cell)}
+
+
+def read_from_environment(tree: ast.AST) -> set[str]:
+    """The literal names that are looked up in `os.environ`, or asked of it or of `os.getenv`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript):
+            place, key = node.value, node.slice
+        elif isinstance(node, ast.Call) and node.args:
+            key = node.args[0]
+            place = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+            if ast.unparse(node.func) in ("os.getenv", "getenv"):
+                place = node.func
+        else:
+            continue
+        if ast.unparse(place) in ("os.environ", "environ", "os.getenv", "getenv") and isinstance(key, ast.Constant):
+            found.add(key.value)
+    return found
+
+
 def test_every_environment_variable_is_in_the_table() -> None:
-    section = TEXT.partition("## Environment variables")[2].partition("\n## ")[0]
-    rows = {name for line in section.splitlines() for name in re.findall(r"`([A-Z_]+)`", line[1:].partition("|")[0])}
-    folders = [*(ROOT / "packages").glob("*/src"), ROOT / "benchmarks", ROOT / "tests"]
-    files = [path for folder in folders for path in folder.rglob("*.py")] + [ROOT / "conftest.py", ROOT / "noxfile.py"]
+    rows = variables(TEXT)
+    sources = [*(ROOT / "packages").glob("*/src"), ROOT / "benchmarks"]
+    scripts = [ROOT / "conftest.py", ROOT / "noxfile.py"]
+    files = [path for folder in [*sources, ROOT / "tests"] for path in folder.rglob("*.py")] + scripts
     named: dict[str, str] = {}
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value):
                 named[node.value] = path.name
+        if ROOT / "tests" not in path.parents:  # tests hand on PATH and the like to what they start
+            named |= dict.fromkeys(read_from_environment(tree), path.name)
     missing = {name: file for name, file in named.items() if name not in rows}
     assert not missing, f"docs/integration.md has no row for {missing}"
-    assert len(named) > 5
+    assert {"KDA_LANE", "GH_TOKEN", "GITHUB_REF_NAME", "CC"} <= named.keys(), "what is looked for must be found"
+
+
+@pytest.mark.parametrize("page", ["docs/sglang.md", "docs/gate.md", "CONTRIBUTING.md"])
+def test_the_table_has_what_other_pages_tables_have(page: str) -> None:
+    theirs = variables((ROOT / page).read_text())
+    assert theirs
+    assert theirs <= variables(TEXT)

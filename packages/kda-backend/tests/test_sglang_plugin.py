@@ -199,6 +199,40 @@ def test_switch_and_failures_leave_sglang_as_it_is(
     assert "goes on without it" in caplog.text
 
 
+@pytest.mark.parametrize("word", ["0", "false", "No", " n ", "off", "OFF"])
+def test_words_for_off(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = fake_sglang(tmp_path, monkeypatch)
+    monkeypatch.setenv("KDA_SGLANG_PLUGIN", word)
+    monkeypatch.setenv("SGLANG_OPT_FUSED_KDA_VERIFY", word)
+    register()
+    assert not registered
+    assert "switches fused verify off" in str(gate._use_ours(types.SimpleNamespace()))
+
+
+@pytest.mark.parametrize("word", ["", "1", "True", "yes", " y", "on"])
+def test_words_for_on(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = fake_sglang(tmp_path, monkeypatch)
+    monkeypatch.setenv("KDA_SGLANG_PLUGIN", word)
+    register()
+    assert len(registered) == len(TARGETS)
+
+
+@pytest.mark.parametrize("word", ["flase", "2", "disabled"])
+def test_an_unknown_word_is_named_and_leaves_sglang_as_it_is(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered = fake_sglang(tmp_path, monkeypatch)
+    monkeypatch.setenv("KDA_SGLANG_PLUGIN", word)
+    monkeypatch.setenv("SGLANG_OPT_FUSED_KDA_VERIFY", word)
+    register()
+    assert not registered
+    (warned,) = caplog.records
+    assert (warned.levelname, repr(word) in warned.message) == ("WARNING", True)
+    assert "KDA_SGLANG_PLUGIN must be one of 0, false, no, n, off or 1," in warned.message
+    with pytest.raises(ValueError, match="SGLANG_OPT_FUSED_KDA_VERIFY must be one of"):  # which the question reports
+        gate._use_ours(types.SimpleNamespace())
+
+
 def test_active_line_waits_until_info_is_logged(fresh: Reports, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="kda_backend.sglang")
     fresh.active("a rule")

@@ -10,6 +10,7 @@ import torch
 from kda_backend.sglang.layers import LayerGroups, inputs_look, layer_groups
 from kda_backend.sglang.reports import reports
 from kda_backend.sglang.rule import choose
+from kda_backend.sglang.switches import switched_on
 from kda_backend.sglang.verify import flat_gates, fused_kda_conv_gating_verify, ring_tensors
 from kda_kernels import KdaShape, Ring, verify_reason
 
@@ -133,7 +134,7 @@ def _use_ours(backend: Any) -> str | None:
     """Make sure that the backend calls our fused function; the reason if it must not."""
     function = getattr(backend, "_fused_chain_verify_fn", None)
     if function is None:
-        if os.environ.get(SGLANG_SWITCH, "1").lower() in ("false", "0", "no", "n"):
+        if not switched_on(SGLANG_SWITCH):  # a word that it does not know is a reason as well, raised
             return f"{SGLANG_SWITCH}={os.environ[SGLANG_SWITCH]} switches fused verify off"
         dispatcher = backend.kernel_dispatcher
         if not (dispatcher.verify_backend.is_triton() and dispatcher.verify_kernel.supports_fused_chain_verify):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ from kda_backend.sglang.gate import can_run_fused_chain_verify
 from kda_backend.sglang.reports import logger, reports
 from kda_backend.sglang.rule import describe_rule
 from kda_backend.sglang.signatures import declared_signature, difference
+from kda_backend.sglang.switches import switched_on
 from kda_backend.sglang.verify import fused_kda_conv_gating_verify
 
 SWITCH = "KDA_SGLANG_PLUGIN"
-"""Environment variable: 0, false, no or off leaves SGLang as it is."""
-
-OFF = ("0", "false", "no", "off")
+"""Environment variable: a word of `switches.OFF` leaves SGLang as it is, and so does one that is not known."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,12 @@ def register() -> None:
     Never raises: whatever goes wrong, the server runs on with SGLang's own functions. All three are registered or
     none. SGLang's modules are not imported here but by SGLang, when it applies the hooks; their source files are read.
     """
-    if os.environ.get(SWITCH, "").strip().lower() in OFF:
-        logger.info("kda-backend's SGLang plugin is switched off by %s", SWITCH)
+    try:
+        if not switched_on(SWITCH):
+            logger.info("kda-backend's SGLang plugin is switched off by %s", SWITCH)
+            return
+    except ValueError as unknown:  # meant to change something: what was there before is the safe reading
+        logger.warning("kda-backend's SGLang plugin stays off: %s", unknown)
         return
     try:
         root = Path(next(iter(importlib.import_module("sglang").__path__)))
