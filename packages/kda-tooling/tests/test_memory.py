@@ -118,7 +118,35 @@ def test_fold_on_verify_is_a_line_of_its_own_and_only_if_asked_for() -> None:
 def test_a_budget_too_small_for_one_request() -> None:
     for found in figures("--budget", "1MiB")["modes"].values():
         assert (found["requests"], found["total_bytes"]) == (0, 0)
-    assert runner.invoke(app, ["memory", "--budget", "1MiB"]).exit_code == 0
+    result = runner.invoke(app, ["memory", "--budget", "1MiB", "--spare-slots", "3"])
+    assert result.exit_code == 0
+    needed = min(
+        memory_plan(KdaShape(32, 32), 20, mode, torch.bfloat16, num_slots=4, max_batch=1, draft_tokens=4).total_bytes
+        for mode in ("ring", "snapshots")
+    )
+    said = f"Not one request fits: the first beside 3 spare slots needs {readable(needed)}, --budget is 1.00 MiB.\n"
+    assert result.stderr == said
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"),
+    [("80", "80GiB"), ("80 B", "80GiB"), ("080b", None), ("80kB", None), ("9" * 12, None)],
+    ids=["none", "B", "zero", "kB", "beyond"],
+)
+def test_a_forgotten_unit_is_asked_about(budget: str, hint: str | None) -> None:
+    sizes = () if budget != "9" * 12 else ("--spare-slots", "100000")  # in GiB, more than an address can reach
+    result = runner.invoke(app, ["memory", "--budget", budget, *sizes, "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["modes"]["ring"]["requests"] == 0
+    assert result.stderr.endswith(f"; did you mean {hint}?\n" if hint else "B.\n")
+
+
+def test_a_budget_that_one_mode_can_use_is_not_remarked_upon() -> None:
+    plan = memory_plan(KdaShape(32, 32), 20, "ring", torch.bfloat16, num_slots=1, max_batch=1, draft_tokens=4)
+    result = runner.invoke(app, ["memory", "--budget", str(plan.total_bytes), "--json"])
+    requests = {mode: found["requests"] for mode, found in json.loads(result.stdout)["modes"].items()}
+    assert requests == {"ring": 1, "snapshots": 0}
+    assert not result.stderr
 
 
 @pytest.mark.parametrize(
@@ -138,7 +166,7 @@ def test_a_budget_too_small_for_one_request() -> None:
         (["--budget", "1GiB", "--head", "8"], "No such option"),
         *(
             (["--budget", "1GiB", option, "1" + 320 * "0"], f"'{option}': Input should be less than or equal to")
-            for option in ("--heads", "--hv-heads", "--layers", "--draft-tokens", "--ring-length")
+            for option in ("--heads", "--hv-heads", "--layers", "--draft-tokens", "--ring-length", "--spare-slots")
         ),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value[-2:]),
@@ -150,7 +178,9 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], message: str) -> None
 
 
 def test_the_largest_sizes_can_be_shown() -> None:
-    sizes = [part for name in ("--heads", "--layers", "--draft-tokens") for part in (name, str(1 << 20))]
+    sizes = [
+        part for name in ("--heads", "--layers", "--draft-tokens", "--spare-slots") for part in (name, str(1 << 20))
+    ]
     assert runner.invoke(app, ["memory", "--budget", "1GiB", *sizes]).exit_code == 0
 
 

@@ -35,7 +35,7 @@ COMPACT = "_compact_window"
 
 LARGEST = 1 << 63
 MOST = 1 << 20
-"""Of any size of the model. Larger numbers are slips, and their bytes too many to be written in TiB."""
+"""Of any size of the model, and of spare slots. Larger numbers are slips, their bytes too many to be written in TiB."""
 
 HELP = f"""Say how many requests a memory budget holds, with rings and with snapshots.
 
@@ -93,7 +93,7 @@ def memory(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Activation type: bfloat16 or float16.")] = DTYPES[0],
     spare_slots: Annotated[
-        int, typer.Option(min=0, help="Slots kept beside those of the requests, for a prefix cache.")
+        int, typer.Option(min=0, max=MOST, help="Slots kept beside those of the requests, for a prefix cache.")
     ] = 0,
     fold_on_verify: Annotated[
         bool,
@@ -144,6 +144,19 @@ def memory(
         typer.echo(json.dumps(report, allow_nan=False))
     else:
         _show(report)
+    if not any(figures["requests"] for figures in report["modes"].values()):
+        needed = min(replace(plan, num_slots=1 + spare_slots, max_batch=1).total_bytes for plan in plans.values())
+        typer.echo(_none_fits(budget, amount, needed, spare_slots), err=True)
+
+
+def _none_fits(budget: str, amount: int, needed: int, spare_slots: int) -> str:
+    """That ``amount`` bytes, given as ``budget``, hold not one request; a forgotten unit is the likeliest reason."""
+    spare = f" beside {spare_slots} spare slots" if spare_slots else ""
+    meant = f"{budget.strip().rstrip('bB').strip()}GiB"
+    slip = str(amount) == meant.removesuffix("GiB") and needed <= amount << 30 < LARGEST
+    return f"Not one request fits: the first{spare} needs {readable(needed)}, --budget is {readable(amount)}" + (
+        f"; did you mean {meant}?" if slip else "."
+    )
 
 
 def _is_default(shape: KdaShape, layers: int) -> bool:
