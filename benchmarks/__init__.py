@@ -38,6 +38,7 @@ HEAD_DIMS = (64, 128)
 CALLS = (
     "verify_fused, ring", "verify_fused, snapshots", "verify_unfused, ring", "fold", "scatter_conv",
     "scatter_snapshots", "pool, fused+ring: begin, 8 x verify, commit", "pool, unfused+ring: begin, 8 x verify, commit",
+    "(a remembered gate decision)", "(a remembered gate decision, record given)",
 )  # fmt: skip
 """What `kda host-time` calls, as it names them."""
 

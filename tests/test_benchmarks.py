@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import benchmarks
 from benchmarks import asv_runs, records, source
@@ -23,6 +24,9 @@ from benchmarks.ratios import FusedOverUnfused
 from benchmarks.ring_bytes import RingBytes
 from benchmarks.ring_latency import RingLatency, VerifySuite
 from benchmarks.round_latency import RoundLatency
+from kda_kernels import KdaShape
+from kda_tooling.bench import host_time
+from kda_tooling.problem import random_problems
 from tests.support.history_files import EXAMPLE, FILES, ROOT, text_of
 
 SUITES = (
@@ -292,8 +296,14 @@ def test_the_measuring_commands_cover_the_suites(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_calls_are_those_that_host_time_makes() -> None:
-    known = {one["op"] for one in json.loads((ROOT / "docs" / "host-time.json").read_text())["us_per_call"]}
+    problems = random_problems(
+        KdaShape(1, 1, 64, 64), layers=host_time.LAYERS, batch=1, draft_tokens=1, dtype=torch.bfloat16, device="cpu",
+        snapshots=True,
+    )  # fmt: skip
+    known = set(host_time._calls(problems))
     assert set(benchmarks.CALLS) <= known
+    stored = json.loads((ROOT / "docs" / "host-time.json").read_text())["us_per_call"]
+    assert {one["op"] for one in stored} <= known
 
 
 def test_the_suites_import_without_torch() -> None:

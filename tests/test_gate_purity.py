@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kda_backend import LANES, MODES, Target, conservative_lane
-from kda_backend.gate import OPTIONS, SOURCES, Table, decisions, write_table
+from kda_backend.gate import OPTIONS, SOURCES, Table, decide, decisions, folders, write_table
+from kda_backend.gate.advice import tune_command
 from kda_backend.gate.cells import lanes_of
-from kda_backend.gate.decisions import forget_decisions, tune_command
+from kda_backend.gate.decisions import forget_decisions
 from kda_backend.gate.env import process_settings
 from kda_backend.gate.folders import forget
-from kda_kernels import FORMS, KdaShape
+from kda_kernels import FORMS, KdaShape, Ring
 from tests.support.broken_tables import BROKEN
 from tests.support.questions import H100, SM90, ask
 from tests.support.tables import CLOSED, H200, SHAPE, a_cell, a_table, cells
@@ -54,8 +56,8 @@ class TestTrust:
                     assert (decision.lane, decision.launch) == (rule, None)
         about = [record for record in caplog.records if str(path) in record.getMessage()]
         assert len(about) == 1
-        assert len([record for record in caplog.records if "kda tune --" in record.getMessage()]) == 1
-        assert len(caplog.records) == 2
+        assert len([record for record in caplog.records if "kda tune --" in record.getMessage()]) == 2, "one a device"
+        assert len(caplog.records) == 3
 
     @pytest.mark.parametrize("kind", ["folder", "fifo", "/dev/zero"])
     def test_what_is_no_file_is_neither_read_nor_waited_for(self, packaged: Path, kind: str) -> None:
@@ -82,6 +84,31 @@ class TestTrust:
         decision = ask(packaged, batch=3, environ={"KDA_GATE_TABLES": str(folder)})
         assert decision.steps[0].said.endswith(f"in {folder}, which is no folder")
         assert [record.getMessage() for record in caplog.records] == [f"the gate finds no folder of tables at {folder}"]
+
+    @pytest.mark.parametrize("kind", ["endless link", "no search", "no listing"])
+    def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
+        self, packaged: Path, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    ) -> None:
+        own = tmp_path / "own"
+        if kind == "endless link":
+            own.symlink_to(own)
+        else:
+            own.mkdir()
+            name, call = {"no search": ("lstat", os.lstat), "no listing": ("scandir", os.scandir)}[kind]
+
+            def refused(path: Any) -> Any:  # root may look anywhere
+                if str(path).startswith(str(own)):
+                    raise PermissionError(13, "Permission denied", str(path))
+                return call(path)
+
+            monkeypatch.setattr(folders.os, name, refused)
+        write_table(a_table(a_cell()), packaged)
+        for draft_tokens in (4, 5):
+            decision = ask(packaged, draft_tokens=draft_tokens, environ={"KDA_GATE_TABLES": str(own)})
+        why = "Too many levels of symbolic links" if kind == "endless link" else "Permission denied"
+        assert kind == "no listing" or decision.steps[0].said == f"{own} cannot be read: {why}"
+        (record,) = [one for one in caplog.records if "kda tune" not in one.getMessage()]
+        assert record.getMessage() == f"the gate cannot read the folder of tables {own}: {why}"
 
     def test_an_edited_verdict_is_one_warning_and_unfused(
         self, packaged: Path, caplog: pytest.LogCaptureFixture
@@ -111,12 +138,57 @@ class TestTrust:
     ) -> None:
         for batch in range(8):
             ask(packaged, batch=batch)
+            ask(packaged, batch=batch, draft_tokens=3, mode="snapshots")
             ask(packaged, batch=batch, shape=KdaShape(2, 2))
-        (record,) = caplog.records
+        record, other = caplog.records
         assert tune_command(SHAPE, 4) in record.getMessage()
+        assert tune_command(KdaShape(2, 2), 4) in other.getMessage()
         assert tune_command(SHAPE, 4).startswith("kda tune --heads 8 --hv-heads 8 --draft-tokens 4 --batch-sizes 1 2")
         odd = tune_command(KdaShape(4, 8, 64, 128), 3, torch.float16)
         assert odd.startswith("kda tune --heads 4 --hv-heads 8 --head-k-dim 64 --dtype fp16 --draft-tokens 3")
+
+    @pytest.mark.parametrize(
+        ("changes", "missing", "options"),
+        [
+            (
+                {"draft_tokens": 3},
+                "T=3 not measured for recurrent, ring, plain, only 4",
+                "--form recurrent --mode ring",
+            ),
+            ({"form": "chunked"}, "nothing measured for chunked, ring, plain", "--form chunked --mode ring"),
+            ({"mode": "snapshots"}, "nothing measured for recurrent, snapshots", "--form recurrent --mode snapshots"),
+            ({"option": "fold-on-verify"}, "nothing measured for", "--mode ring --option fold-on-verify"),
+            ({"batch": 2}, "nothing measured at or below B=2, the least is B=4", "--form recurrent --mode ring"),
+            ({"draft_tokens": 3, "safe_gate": False}, "T=3 not measured", "--mode ring --gate standard"),
+        ],
+        ids=str,
+    )
+    def test_what_a_table_lacks_is_one_warning_with_the_command(
+        self, packaged: Path, changes: Any, missing: str, options: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        write_table(a_table(a_cell(batch=4)), packaged)
+        assert ask(packaged, batch=4).source == "packaged table"
+        assert caplog.records == []
+        for batch in (1, 4, 16):
+            asked = {"batch": batch} | changes
+            ask(packaged, **asked)
+            ask(packaged, **asked | {"batch": 0})
+        (record,) = caplog.records
+        assert missing in record.getMessage()
+        tune = tune_command(SHAPE, changes.get("draft_tokens", 4))
+        assert f"{tune.removesuffix(' --into tables')} --" in record.getMessage()
+        assert f"{options} --into tables, then KDA_GATE_TABLES=tables" in record.getMessage()
+        ask(packaged, batch=4, draft_tokens=9)
+        assert "T=9 not measured" in caplog.records[1].getMessage(), "each is said"
+
+    def test_tuning_adds_to_the_user_s_own_tables(
+        self, packaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        own = tmp_path / "my tables"
+        own.mkdir()
+        write_table(a_table(a_cell()), own)
+        ask(packaged, draft_tokens=3, environ={"KDA_GATE_TABLES": str(own)})
+        assert f"--into '{own}', then KDA_GATE_TABLES='{own}'" in caplog.records[0].getMessage()
 
     @pytest.mark.parametrize("target", [Target("interpreter"), Target("cpu")])
     def test_nobody_is_told_to_tune_where_kernels_are_not_compiled(
@@ -216,6 +288,40 @@ class TestPurity:
         monkeypatch.setattr(decisions, "_decide", None)
         monkeypatch.setattr(decisions, "_check", None)
         assert ask(packaged) is first
+
+    def test_a_remembered_decision_is_a_look_up_whatever_was_given(
+        self, packaged: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ring = Ring.allocate(SHAPE, slots=1, length=4, dtype=torch.bfloat16, device="meta")
+        shorter = Ring.allocate(SHAPE, slots=1, length=3, dtype=torch.bfloat16, device="meta")
+        asked: list[dict[str, Any]] = [
+            {"environ": None}, {"environ": {}}, {"environ": None, "record": ring}, {"environ": None, "record": shorter},
+        ]  # fmt: skip
+        given: dict[str, Any] = dict(
+            mode="ring", batch=1, draft_tokens=4, device_name=H200, target=SM90, tables=str(packaged)
+        )
+        first = [decide(SHAPE, **given, **each) for each in asked]
+        assert [one.source for one in first] == ["default"] * 3 + ["fallback"]
+        monkeypatch.setattr(decisions, "record_reason", None)
+        calls: list[str] = []
+        for each, before in zip(asked, first, strict=True):
+            calls.clear()
+            sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+            try:
+                again = decide(SHAPE, **given, **each)
+            finally:
+                sys.setprofile(None)
+            assert again is before
+            assert len(calls) <= 4, calls
+
+    def test_what_is_remembered_of_a_record_goes_with_it(self, packaged: Path) -> None:
+        ring = Ring.allocate(SHAPE, slots=1, length=4, dtype=torch.bfloat16, device="meta")
+        ask(packaged, record=ring)
+        assert len(decisions._remembered_with) == 1
+        del ring
+        assert len(decisions._remembered_with) == 0
+        wrong: Any = [1, 2]
+        assert "needs a Ring, got list" in ask(packaged, record=wrong).reason
 
     def test_what_is_remembered_is_bounded(self, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decisions, "MOST_REMEMBERED", 4)

@@ -111,6 +111,23 @@ class TestFile:
         assert path.read_bytes() == before
         assert list(tmp_path.iterdir()) == [path]
 
+    @pytest.mark.parametrize("chain", [1, 2])
+    def test_a_link_stays_one_and_what_it_leads_to_is_replaced(self, tmp_path: Path, chain: int) -> None:
+        kept, linked = tmp_path / "kept", tmp_path / "linked"
+        kept.mkdir()
+        linked.mkdir()
+        target = write_table(a_table(), kept).rename(kept / "the table.json")
+        link = linked / a_table().file_name
+        for number in range(chain):
+            one = link if number == chain - 1 else kept / f"link {number}"
+            one.symlink_to(target)
+            target = one
+        assert write_table(a_full_table(), linked) == link
+        assert link.is_symlink()
+        assert (kept / "the table.json").read_text(encoding="utf-8") == dump_table(a_full_table())
+        assert load_table(link) == a_full_table()
+        assert list(linked.iterdir()) == [link]
+
     @given(st.lists(st.tuples(
         st.sampled_from(GATES), st.sampled_from(FORMS), st.sampled_from(OPTIONS), st.integers(1, 16),
         st.integers(1, 512), st.booleans(), st.floats(0.01, 1e5), st.floats(0.5, 2.0),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from kda_backend.gate.advice import warn_of_missing_figures
 from kda_backend.gate.buckets import Bucket, other_bucket, own_bucket
 from kda_backend.gate.cells import OPTIONS, Cell, lanes_of, one_line, one_of, whole
 from kda_backend.gate.env import GATE, LANE, OFF, TABLES, Settings, process_settings, settings_of
-from kda_backend.gate.folders import PACKAGED, folder, warn_once
+from kda_backend.gate.folders import PACKAGED, folder
 from kda_backend.gate.table import Table
 from kda_backend.lanes import (
     MODES,
@@ -59,7 +61,9 @@ class Decision:
     steps: tuple[Step, ...]
 
 
-class _Question(NamedTuple):
+class Question(NamedTuple):
+    """What `decide` was asked, the record's fault (``unfit``) and the environment included."""
+
     shape: KdaShape
     mode: str
     batch: int
@@ -78,6 +82,8 @@ class _Question(NamedTuple):
 
 
 _remembered: dict[object, Decision] = {}
+_remembered_with: WeakKeyDictionary[Ring | Snapshots, dict[object, Decision]] = WeakKeyDictionary()
+"""Record -> decisions of verifies that write it. Groups of tensors are frozen: a look at each is enough."""
 
 
 def decide(
@@ -117,7 +123,7 @@ def decide(
         dtype: activation dtype.
         ragged: whether the requests' lengths differ.
         tree: whether the tokens have parents, that is, are no chain.
-        record: the layer's ring or snapshots as the caller built them, to be looked at; None if they need no look.
+        record: the layer's ring or snapshots as the caller built them, looked at once; None if they need no look.
         environ: environment variables (see `kda_backend.gate.env.ENV`); None: this process's.
         tables: folder of the packaged tables.
 
@@ -127,31 +133,44 @@ def decide(
         TypeError: ``shape`` is no KdaShape, ``target`` no Target, ``batch`` or ``draft_tokens`` not an int,
             ``device_name`` no text, or ``safe_gate``, ``ragged`` or ``tree`` not a bool.
     """
-    typed("shape", shape, KdaShape)
-    typed("target", target, Target)
+    if shape.__class__ is not KdaShape or target.__class__ is not Target:  # two calls less for most decisions
+        typed("shape", shape, KdaShape)
+        typed("target", target, Target)
     settings = process_settings() if environ is None else settings_of(environ)
-    unfit = None if record is None else record_reason(record, shape, mode, draft_tokens)
+    remembered = _remembered if record is None else _with_record(record)
     key = (
         shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, mode, batch, draft_tokens, device_name,
-        target.backend, target.arch, form, safe_gate, option, dtype, ragged, tree, unfit, settings, tables,
+        target.backend, target.arch, form, safe_gate, option, dtype, ragged, tree, settings, tables,
         batch.__class__, draft_tokens.__class__, safe_gate.__class__, ragged.__class__, tree.__class__,  # True equals 1
     )  # fmt: skip
     try:
-        known = _remembered.get(key)
+        known = remembered.get(key)
     except TypeError:  # what cannot be hashed is refused below, by name
         known = None
     if known is not None:
         return known
-    question = _Question(
-        shape, mode, batch, draft_tokens, device_name, target, form, safe_gate, option, dtype, ragged, tree, unfit,
+    question = Question(
+        shape, mode, batch, draft_tokens, device_name, target, form, safe_gate, option, dtype, ragged, tree, None,
         settings, tables,
     )  # fmt: skip
     _check(question)
+    if record is not None:
+        question = question._replace(unfit=record_reason(record, shape, mode, draft_tokens))
     decision = _decide(question)
-    if len(_remembered) >= MOST_REMEMBERED:
-        _remembered.clear()
-    _remembered[key] = decision
+    if len(remembered) >= MOST_REMEMBERED:
+        remembered.clear()
+    remembered[key] = decision
     return decision
+
+
+def _with_record(record: Ring | Snapshots) -> dict[object, Decision]:
+    """What is remembered of verifies that write ``record``."""
+    try:
+        if (known := _remembered_with.get(record)) is None:
+            known = _remembered_with[record] = {}
+        return known
+    except TypeError:  # no weak reference: neither of the two, which `record_reason` says
+        return {}
 
 
 def device_name_of(device: torch.device) -> str:
@@ -162,9 +181,10 @@ def device_name_of(device: torch.device) -> str:
 def forget_decisions() -> None:
     """Forget what was decided; with `kda_backend.gate.folders.forget`, tables are read anew."""
     _remembered.clear()
+    _remembered_with.clear()
 
 
-def _check(question: _Question) -> None:
+def _check(question: Question) -> None:
     one_of("mode", question.mode, MODES)
     one_of("form", question.form, FORMS)
     one_of("option", question.option, OPTIONS)
@@ -178,7 +198,7 @@ def _check(question: _Question) -> None:
         raise ValueError(f"dtype must be one of {ACTIVATION_DTYPES}, got {question.dtype}")
 
 
-def _decide(question: _Question) -> Decision:
+def _decide(question: Question) -> Decision:
     steps: list[Step] = []
     unfused, fused = lanes_of(question.mode)
     forced, unfit = question.settings.lane, question.unfit
@@ -235,12 +255,12 @@ def _refuse_impossible(forced: str, mode: str, no_kernels: str | None, unfit: st
         )
 
 
-def _look_up(question: _Question, steps: list[Step]) -> tuple[str, Bucket] | None:
+def _look_up(question: Question, steps: list[Step]) -> tuple[str, Bucket] | None:
     """(source, bucket) of the first table that has one; what every step said is added to ``steps``."""
     if question.settings.off:
         steps.append(Step(GATE, f"{OFF}: no table is looked at"))
         return None
-    exact = False
+    lacks = []
     folders = [("user table", question.settings.folder), ("packaged table", question.tables)]
     dtype, arch = str(question.dtype).removeprefix("torch."), str(question.target)
     for source, path in folders:
@@ -248,15 +268,15 @@ def _look_up(question: _Question, steps: list[Step]) -> tuple[str, Bucket] | Non
             steps.append(Step(source, f"{TABLES} is not set"))
             continue
         table, said = folder(path).exact(question.shape, question.device_name, dtype, arch)
-        exact |= table is not None
         bucket = None if table is None else _bucket(question, table, own_bucket)
         if table is not None:
-            said = f"{said}: {_no_bucket(question, table) if bucket is None else bucket.said}"
+            found = _no_bucket(question, table) if bucket is None else bucket.said
+            said = f"{said}: {found}"
+            lacks.append(found)
         steps.append(Step(source, said))
         if bucket is not None:
             return source, bucket
-    if not exact:
-        _warn_of_missing_table(question)
+    warn_of_missing_figures(question, lacks)
     if question.target.backend == "cuda":
         for table in _same_arch(question, [path for _, path in folders if path is not None], dtype, arch):
             bucket = _bucket(question, table, other_bucket)
@@ -269,13 +289,13 @@ def _look_up(question: _Question, steps: list[Step]) -> tuple[str, Bucket] | Non
     return None
 
 
-def _same_arch(question: _Question, paths: list[str], dtype: str, arch: str) -> Iterator[Table]:
+def _same_arch(question: Question, paths: list[str], dtype: str, arch: str) -> Iterator[Table]:
     for path in paths:
         yield from folder(path).same_arch(question.shape, question.device_name, dtype, arch)
 
 
 def _bucket(
-    question: _Question, table: Table, rule: Callable[[Table, Mapping[int, Cell], int], Bucket | None]
+    question: Question, table: Table, rule: Callable[[Table, Mapping[int, Cell], int], Bucket | None]
 ) -> Bucket | None:
     cells = table.buckets(
         gate="safe" if question.safe_gate else "standard", form=question.form, mode=question.mode,
@@ -284,7 +304,7 @@ def _bucket(
     return rule(table, cells, question.batch)
 
 
-def _no_bucket(question: _Question, table: Table) -> str:
+def _no_bucket(question: Question, table: Table) -> str:
     """Why ``table`` says nothing here."""
     gates = ("safe",) if question.safe_gate else ("safe", "standard")
     measured = {
@@ -301,31 +321,3 @@ def _no_bucket(question: _Question, table: Table) -> str:
         return f"T={question.draft_tokens} not measured for {what}, only {', '.join(map(str, steps))}"
     least = min(b for t, b in measured if t == question.draft_tokens)
     return f"nothing measured at or below B={question.batch}, the least is B={least}"
-
-
-def tune_command(shape: KdaShape, draft_tokens: int, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The command that measures a table for these heads."""
-    words = [f"kda tune --heads {shape.num_heads} --hv-heads {shape.num_v_heads}"]
-    words += [
-        f"{name} {value}"
-        for name, value in (("--head-k-dim", shape.head_k_dim), ("--head-v-dim", shape.head_v_dim))
-        if value != 128
-    ]
-    if dtype != torch.bfloat16:
-        words.append("--dtype fp16")
-    return " ".join([*words, f"--draft-tokens {draft_tokens} --batch-sizes 1 2 4 8 16 32 64 128 256 --into tables"])
-
-
-def _warn_of_missing_table(question: _Question) -> None:
-    """Say once per process that a GPU has no table; nobody tunes the interpreter."""
-    if question.target.backend not in ("cuda", "hip"):
-        return
-    shape = question.shape
-    warn_once(
-        "missing table",
-        "no table of measured verifies for %s with H=%d, HV=%d, K=%d, V=%d, %s: what is known of other %s GPUs or the "
-        "conservative rule chooses the lanes. To measure one on this GPU: %s, then %s=tables (docs/gate.md)",
-        question.device_name, shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim,
-        str(question.dtype).removeprefix("torch."), question.target,
-        tune_command(shape, question.draft_tokens, question.dtype), TABLES,
-    )  # fmt: skip

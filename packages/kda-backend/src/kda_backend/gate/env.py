@@ -52,13 +52,17 @@ def settings_of(environ: Mapping[str, str]) -> Settings:
     Raises:
         ValueError: a value is not one of those in `ENV`.
     """
-    lane = environ.get(LANE, "").strip()
-    gate = environ.get(GATE, "").strip().lower()
+    return _parsed(environ.get(LANE, ""), environ.get(GATE, ""), environ.get(TABLES, ""))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(lane: str, gate: str, tables: str) -> Settings:
+    lane, gate = lane.strip(), gate.strip().lower()
     if lane not in ("", *FORCEABLE):
         raise ValueError(f"{LANE} must be one of {FORCEABLE}, got {lane!r}: correct or unset it")
     if gate not in ("", ON, OFF):
         raise ValueError(f"{GATE} must be {ON!r} or {OFF!r}, got {gate!r}: correct or unset it")
-    return Settings(lane or None, environ.get(TABLES, "") or None, gate == OFF)
+    return Settings(lane or None, tables or None, gate == OFF)
 
 
 @functools.cache

@@ -181,16 +181,19 @@ def _lane_data(figures: LaneFigures) -> dict[str, Any]:
 def write_table(table: Table, folder: Path) -> Path:
     """Write ``table`` into ``folder`` under its own name, replacing a file there whole or not at all; the path.
 
+    Of a link there, the file that it leads to is replaced, and the link stays.
+
     Raises:
         OSError: the folder cannot be written; what was there stays.
     """
     path, text = folder / table.file_name, dump_table(table)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
+    target = os.path.realpath(path)
+    handle, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".", suffix=".partial")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
         os.chmod(name, 0o644)
-        os.replace(name, path)
+        os.replace(name, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

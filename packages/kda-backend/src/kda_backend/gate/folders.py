@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +65,10 @@ class TableFolder:
         try:
             with os.scandir(self.path) as entries:
                 return sorted(entry.name for entry, _ in zip(entries, range(MOST_NAMES), strict=False))
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return []
+        except OSError as problem:
+            _warn_unreadable(self.path, problem)
             return []
 
     def _file(self, name: str) -> Lookup:
@@ -74,9 +78,14 @@ class TableFolder:
 
     @staticmethod
     def _load(path: Path) -> Lookup:
-        if not os.path.lexists(path):
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name
             there = "" if path.parent.is_dir() else ", which is no folder"
             return Lookup(None, f"no {path.name} in {path.parent}{there}")
+        except OSError as problem:
+            _warn_unreadable(path.parent, problem)
+            return Lookup(None, f"{path.parent} cannot be read: {problem.strerror}")
         try:
             table = load_table(path)
         except TableError as problem:
@@ -93,9 +102,23 @@ class TableFolder:
 @functools.lru_cache(maxsize=64)
 def folder(path: str) -> TableFolder:
     """The folder ``path``, whose files are read once per process."""
-    if path != PACKAGED and not os.path.isdir(path):
+    if path != PACKAGED and _is_no_folder(path):
         warn_once(path, "the gate finds no folder of tables at %s", path)
     return TableFolder(path)
+
+
+def _is_no_folder(path: str) -> bool:
+    """Whether there is none; of one that cannot be looked at it is not known, and whoever looks into it warns."""
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return True
+    except OSError:
+        return False
+
+
+def _warn_unreadable(path: Path, problem: OSError) -> None:
+    warn_once(str(path), "the gate cannot read the folder of tables %s: %s", path, problem.strerror)
 
 
 _warned: set[str] = set()

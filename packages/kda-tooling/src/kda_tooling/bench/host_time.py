@@ -21,6 +21,7 @@ from kda_kernels import KdaShape, _launch, fold, scatter_conv, scatter_snapshots
 from kda_tooling.problem import Problems, VerifyProblem, random_problems
 
 LAYERS = 8
+LANES_TIMED = ("fused+ring", "unfused+ring")
 BURST = 32
 """Calls between two waits for the device: few enough that the launch queue never makes the host wait."""
 
@@ -97,7 +98,7 @@ def _calls(problems: Problems) -> dict[str, list[Call]]:
     }  # fmt: skip
     state, ring, snapshots = problems.state, problems.record("ring"), problems.record("snapshots")
     out_shape = (first.mixed_qkv.shape[0], first.shape.num_v_heads, first.shape.head_v_dim)
-    return {
+    calls: dict[str, list[Call]] = {
         "verify_fused, ring": verify(verify_fused, "ring"),
         "verify_fused, snapshots": verify(verify_fused, "snapshots"),
         "verify_unfused, ring": verify(verify_unfused, "ring"),
@@ -107,15 +108,17 @@ def _calls(problems: Problems) -> dict[str, list[Call]]:
         "scatter_snapshots": [partial(scatter_snapshots, state.ssm_state, snapshots, **rows)],
         "(allocating the output)": [partial(first.mixed_qkv.new_empty, *out_shape)],
         "(a remembered gate decision)": [_decision(first)],
+        "(a remembered gate decision, record given)": [_decision(first, record=first.record("ring"))],
     }
+    return calls | {f"pool, {lane}: begin, {LAYERS} x verify, commit": _rounds(problems, lane) for lane in LANES_TIMED}
 
 
-def _decision(problem: VerifyProblem) -> Call:
+def _decision(problem: VerifyProblem, **more: Any) -> Call:
     """What the dispatch gate is asked before a verify."""
     device = problem.mixed_qkv.device
     return partial(
         decide, problem.shape, mode="ring", batch=problem.batch, draft_tokens=problem.draft_tokens,
-        device_name=device_name_of(device), target=Target.of(device),
+        device_name=device_name_of(device), target=Target.of(device), **more,
     )  # fmt: skip
 
 
@@ -143,11 +146,8 @@ def measure(shape: KdaShape, *, batch: int, draft_tokens: int, calls: int, devic
         shape, layers=LAYERS, batch=batch, draft_tokens=draft_tokens, dtype=torch.bfloat16, device=device,
         snapshots=True,
     )  # fmt: skip
-    ops = _calls(problems)
-    for lane in ("fused+ring", "unfused+ring"):
-        ops[f"pool, {lane}: begin, {LAYERS} x verify, commit"] = _rounds(problems, lane)
     times = []
-    for name, each in ops.items():
+    for name, each in _calls(problems).items():
         for call in each:
             call()  # compiles
         with _every_call_checked():
