@@ -25,6 +25,9 @@ BRANCH = "performance-results"
 TIGHTENED = "gate-tightened"
 LABEL = "performance"
 TABLES = Path("packages/kda-backend/src/kda_backend/gate/tables")
+MOST_BEHIND = 7
+"""Measured commits, one a night at most, by which a GPU may be behind before its cells are lost: a week."""
+
 SHOWN = 100
 """Cells that an issue lists; its text has a limit."""
 
@@ -78,9 +81,8 @@ def issues(forge: Forge, results: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         report, page = Path(folder, "report.json"), Path(folder, "report.md")
         # exit code 2 without a regression: some file is broken, which the report names
-        kda(
-            "regressions", "--results", str(results), "--json", str(report), "--markdown", str(page), accepted=(0, 1, 2)
-        )
+        kda("regressions", "--results", str(results), "--max-age", str(MOST_BEHIND), "--json", str(report),
+            "--markdown", str(page), accepted=(0, 1, 2))  # fmt: skip
         if not report.is_file():
             raise NightlyError(f"kda regressions read nothing in {results}; it has said why")
         found = json.loads(report.read_text(encoding="utf-8"))

@@ -159,57 +159,6 @@ class TestBrokenFiles:
             read_history(tmp_path / "none")
 
 
-class TestCellsThatAreNotThere:
-    @pytest.mark.parametrize(("value", "said"), [(None, "failed"), (math.nan, "was skipped (NaN)")])
-    def test_failed_and_skipped_ones_are_lost(self, value: float | None, said: str, repository: Repository) -> None:
-        repository.history(10, lambda place, number: value if place == SLOW and number == 9 else steady(place, number))
-        (found,) = reported(repository).of(LOST)
-        assert found.name.params == tuple(map(str, SLOW))
-        assert found.said.startswith(f"{said} at the newest commit, last measured at {repository.commits[8][:12]}")
-        assert "lost NVIDIA_H200" in command(repository, code=1)
-
-    def test_infinity_is_no_value(self, repository: Repository) -> None:
-        repository.history(
-            10, lambda place, number: math.inf if place == SLOW and number == 9 else steady(place, number)
-        )
-        assert len(reported(repository).of(LOST)) == 1
-
-    def test_a_benchmark_that_is_missing_is_lost_with_all_cells(self, repository: Repository) -> None:
-        repository.describe("other.Suite.track", {"B": (1, 2)})
-        for number in range(10):
-            repository.history(1, steady)
-            if number < 9:
-                repository.record(number, steady, name="other.Suite.track")
-        report = reported(repository)
-        assert {one.name.benchmark for one in report.of(LOST)} == {"other.Suite.track"}
-        assert len(report.of(LOST)) == 2
-
-    def test_one_that_was_taken_out_of_the_suite_is_not(self, repository: Repository) -> None:
-        repository.describe("other.Suite.track", {"B": (1, 2)})
-        repository.history(9, steady)
-        for number in range(9):
-            repository.record(number, steady, name="other.Suite.track")
-        repository.history(1, steady)
-        del repository.described["other.Suite.track"]
-        repository.describe()
-        assert not reported(repository).of(LOST)
-
-    def test_one_that_was_never_measured_is_said_and_not_judged(self, repository: Repository) -> None:
-        repository.history(10, lambda place, number: math.nan if place == SLOW else steady(place, number))
-        (found,) = reported(repository).of(UNJUDGED)
-        assert found.said == "was skipped (NaN); never measured before"
-        assert "never measured before: 1 cells" in command(repository, code=0)
-
-    def test_a_short_history_is_not_judged(self, repository: Repository) -> None:
-        repository.history(4, stepped)
-        assert {one.said for one in reported(repository).of(UNJUDGED)} == {"has 4 values, too few to compare"}
-
-    def test_of_two_slow_ones_among_gaps_the_range_is_right(self, repository: Repository) -> None:
-        repository.history(10, lambda place, number: None if number in (5, 8) else stepped(place, number))
-        (found,) = reported(repository).of(REGRESSION)
-        assert found.commits == (repository.commits[7], repository.commits[9])
-
-
 class TestVersions:
     def test_a_benchmark_s_new_version_is_not_compared_with_older_ones(self, repository: Repository) -> None:
         repository.history(9, steady)
@@ -345,20 +294,20 @@ def test_without_asv_it_says_how_to_install_it(repository: Repository, monkeypat
     assert requirement in (Path(__file__).parent.parent / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("steady_noise", [1e300, -2.0], ids=["ratio beyond a double", "noise beyond a double"])
-def test_figures_that_json_does_not_know_are_null(repository: Repository, steady_noise: float) -> None:
-    """A baseline of 5e-324, and one around 0 that moves: the verdicts hold, nothing that is infinite is written."""
-
-    def figure(place: Place, number: int) -> float:
-        if steady_noise < 0:
-            return (-1.0, 0.0, 1.0)[number % 3]
-        return 5e-324 if number < 9 else steady_noise
-
-    repository.history(10, figure)
+@pytest.mark.parametrize(
+    ("first", "newest", "spread", "null"),
+    [(5e-324, 1e300, 0.0, "ratio"), (1.0, 1.0, 1e308, "noise")],
+    ids=["ratio beyond a double", "noise beyond a double"],
+)
+def test_figures_that_json_does_not_know_are_null(
+    repository: Repository, first: float, newest: float, spread: float, null: str
+) -> None:
+    """A baseline of 5e-324, and quartiles too far apart: the verdicts hold, nothing that is infinite is written."""
+    repository.history(10, lambda place, number: first if number < 9 else newest, spread=spread)
     result = runner.invoke(app, ["regressions", "--results", str(repository.results), "--json", "-"])
     assert isinstance(result.exception, SystemExit | None)
     cells = json.loads(result.stdout)["cells"]
-    assert any(one["noise" if steady_noise < 0 else "ratio"] is None for one in cells)
+    assert any(one[null] is None for one in cells)
 
 
 def test_a_repo_that_is_none_is_refused(repository: Repository, tmp_path: Path) -> None:

@@ -120,6 +120,15 @@ def test_a_lost_cell_has_an_issue_of_its_own(repository: Repository, gh: Gh) -> 
     assert gh["issue"][0]["title"].startswith("Lost: ring_latency.RingLatency.track_verify on NVIDIA_H200, 4 cells")
 
 
+def test_a_gpu_that_is_a_week_behind_is_lost(repository: Repository, gh: Gh) -> None:
+    repository.history(4, lambda place, number: 10.0)
+    repository.history(7, lambda place, number: 10.0, machine="other", measured={})
+    assert nightly.issues(Forge(repository.folder, apply=True), repository.results) == 0
+    repository.history(1, lambda place, number: 10.0, machine="other", measured={})
+    assert nightly.issues(Forge(repository.folder, apply=True), repository.results) == 1
+    assert gh["issue"][0]["title"].startswith("Lost: ring_latency.RingLatency.track_verify on NVIDIA_H200, 16 cells")
+
+
 def test_no_history_is_an_error(repository: Repository, gh: Gh) -> None:
     with pytest.raises(nightly.NightlyError, match="read nothing"):
         nightly.issues(Forge(repository.folder, apply=True), repository.results)

@@ -19,6 +19,15 @@ Results = Annotated[Path, typer.Option(help="asv's results folder.", exists=True
 Baseline = Annotated[
     int, typer.Option(min=4, max=1000, help="Commits before the newest ones that these are compared with, at most.")
 ]
+MaxAge = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="COMMITS",
+        help="Measured commits by which a GPU's newest may be older than the history's; beyond it its cells are lost.",
+        show_default="any number, with a note",
+    ),
+]
 Repo = Annotated[
     Path | None,
     typer.Option(
@@ -35,7 +44,7 @@ def register(app: typer.Typer) -> None:
     )(regressions)
 
 
-def read_report(results: Path, baseline: int, repo: Path | None) -> Report:
+def read_report(results: Path, baseline: int, repo: Path | None, max_age: int | None = None) -> Report:
     """The history judged. Raises ``typer.BadParameter`` (exit 2) where there is none, or asv is missing."""
     from kda_tooling.history.reading import AsvMissing, is_repository, read_history
     from kda_tooling.history.regressions import find_regressions
@@ -51,13 +60,14 @@ def read_report(results: Path, baseline: int, repo: Path | None) -> Report:
     if not history.runs:
         said = "; ".join(map(str, history.problems[:5])) or "no result file at all"
         raise refuse("--results", f"{results} has no result that can be used: {said}.")
-    return find_regressions(history, baseline)
+    return find_regressions(history, baseline, max_age)
 
 
 def regressions(
     results: Results = RESULTS,
     baseline: Baseline = 20,
     repo: Repo = None,
+    max_age: MaxAge = None,
     json: Annotated[Path | None, typer.Option(help="Write every cell here as JSON ('-': standard output).")] = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the report for an issue or a comment here ('-': standard output).")
@@ -71,7 +81,7 @@ def regressions(
     from kda_tooling.history import pages
 
     check_outputs({"--json": json, "--markdown": markdown})
-    report = read_report(results, baseline, repo)
+    report = read_report(results, baseline, repo, max_age)
     write_json(json, pages.as_data(report))
     write_output(markdown, pages.markdown(report))
     pages.show(report, console_for(json, markdown))

@@ -30,6 +30,10 @@ VERSIONS = ("torch", "triton", "driver", "gpu")
 INSTALL = "python -m pip install 'asv>=0.6.6,<0.7'"
 
 
+COUNTED_UNITS = ("registers", "bytes", "instructions", "shuffles", "kernels")
+"""Units of what is counted, has no noise between runs and may be 0. Everything else is timed."""
+
+
 class AsvMissing(ImportError):
     """asv is not installed; the message says how to install it."""
 
@@ -52,11 +56,12 @@ class CellName(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A result: None failed, NaN was skipped."""
+    """A result: None failed, NaN was skipped, or is ``refused`` for the reason given."""
 
     value: float | None
     version: str | None
     spread: float = 0.0
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,11 @@ class Described:
     unit: str
     param_names: tuple[str, ...]
     cells: frozenset[tuple[str, ...]]
+
+    @property
+    def counted(self) -> bool:
+        """Whether its values are counts; its unit says it."""
+        return self.unit.partition(" ")[0] in COUNTED_UNITS
 
 
 @dataclass
@@ -113,6 +123,10 @@ class History:
             found.setdefault(run.machine, []).append(run)
         return dict(sorted(found.items()))
 
+    def places(self) -> dict[str, int]:
+        """Commit -> its place among those that were measured, the oldest is 0."""
+        return {commit: index for index, commit in enumerate(dict.fromkeys(run.commit for run in self.runs))}
+
 
 def require_asv() -> None:
     """Raises `AsvMissing` where asv cannot be imported."""
@@ -141,7 +155,7 @@ def read_history(results: Path, repo: Path | None = None) -> History:
     runs: dict[tuple[object, ...], Run] = {}
     for path, machine in _result_files(results, problems):
         try:
-            run = _run(path, machine, problems)
+            run = _run(path, machine, described, problems)
         except Exception as error:  # a file may hold anything, and asv's loader raises whatever comes of it
             problems.append(Problem(path, _said(error, path)))
             continue
@@ -212,7 +226,7 @@ def _parameter(text: Any) -> str:
         return str(text)
 
 
-def _run(path: Path, machine: str, problems: list[Problem]) -> Run:
+def _run(path: Path, machine: str, described: Mapping[str, Described], problems: list[Problem]) -> Run:
     from asv.results import Results
 
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
@@ -231,13 +245,19 @@ def _run(path: Path, machine: str, problems: list[Problem]) -> Run:
     run = Run(machine, measured.get("gpu"), tuple(sorted(versions.items())), commit, float(date))
     for name in sorted(loaded.get_all_result_keys()):
         try:
-            run.values |= _values(loaded, name)
+            values = _values(loaded, name, described.get(name))
         except Exception as error:  # as above: one bad benchmark leaves the others
             problems.append(Problem(path, f"{name} {_said(error, path)}"))
+            continue
+        run.values |= values
+        refused = [(", ".join(cell.params), value.refused) for cell, value in values.items() if value.refused]
+        if refused:
+            (cell, why), *more = refused
+            problems.append(Problem(path, f"{name} ({cell}) {why}" + f", as are {len(more)} more cells" * bool(more)))
     return run
 
 
-def _values(loaded: Any, name: str) -> dict[CellName, Value]:
+def _values(loaded: Any, name: str, about: Described | None) -> dict[CellName, Value]:
     """The values of one benchmark."""
     params = loaded.get_result_params(name)
     if not isinstance(params, list) or not all(isinstance(one, list) for one in params):
@@ -257,9 +277,20 @@ def _values(loaded: Any, name: str) -> dict[CellName, Value]:
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ValueError(f"its values must be numbers, got {value!r}")
         usable = value if value is None or math.isfinite(value) else math.nan
+        refused = _refused(usable, about)
+        usable = math.nan if refused else usable
         cell = CellName(name, tuple(_parameter(one) for one in combination))
-        found[cell] = Value(usable, None if version is None else str(version), _spread(usable, stat))
+        found[cell] = Value(usable, None if version is None else str(version), _spread(usable, stat), refused)
     return found
+
+
+def _refused(value: float | None, about: Described | None) -> str:
+    """Why this is no value; empty where it is one. Counts may be 0, and so may what has no known unit; times not."""
+    may_be_0 = about is None or about.counted
+    if value is None or math.isnan(value) or value > 0 or (value == 0 and may_be_0):
+        return ""
+    figure = f"{value:g} {about.unit if about else ''}".strip()
+    return f"is {figure}, which must be {'at least' if may_be_0 else 'above'} 0"
 
 
 def shown_length(value: Any) -> str:

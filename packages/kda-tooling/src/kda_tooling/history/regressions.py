@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from kda_tooling.history.detector import COUNTED_LEAST, WINDOWS, Detector, Verdicts
-from kda_tooling.history.reading import CellName, Described, History, Run
+from kda_tooling.history.reading import CellName, Described, History, Run, Value
 
 REGRESSION, LOST, IMPROVEMENT, UNJUDGED, FINE = "regression", "lost", "improvement", "not judged", "fine"
 STATUSES = (REGRESSION, LOST, IMPROVEMENT, UNJUDGED, FINE)
-
-COUNTED_UNITS = ("registers", "bytes", "instructions", "shuffles", "kernels")
-"""Units of what is counted and has no noise between runs. Everything else is timed."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +91,37 @@ class Report:
         return 2 if self.history.problems or not self.history.runs else 0
 
 
-def find_regressions(history: History, baseline: int = 20) -> Report:
+def find_regressions(history: History, baseline: int = 20, max_age: int | None = None) -> Report:
     """Judge every machine's newest commit.
 
     Args:
         history: what was read.
         baseline: N, commits that the newest ones are compared with.
+        max_age: measured commits by which a GPU's newest may be older than the history's; beyond it, its cells are
+            lost. None: any number, which a note says. Machines without a GPU are noted alone: those that compile are
+            named after a version of Triton, and end with it.
 
     Raises:
-        ValueError: ``baseline`` is out of range.
+        ValueError: ``baseline`` or ``max_age`` is out of range.
     """
     Detector(baseline)
+    if max_age is not None and max_age < 0:
+        raise ValueError(f"max_age must be a count of commits, at least 0, or None, got {max_age}")
     findings: list[Finding] = []
     notes: list[str] = []
+    places = history.places()
     for machine, runs in history.machines().items():
+        age = len(places) - 1 - places[runs[-1].commit]
+        behind = "1 measured commit" if age == 1 else f"{age} measured commits"
+        old = f"its newest measured commit, {runs[-1].commit[:12]}, is {behind} older than the history's"
+        if age:
+            notes.append(f"{machine}: {old}, {history.runs[-1].commit[:12]}")
+        gone = max_age is not None and age > max_age and runs[-1].gpu is not None
         for versions in sorted({run.versions for run in runs}):
             mine = [run for run in runs if run.versions == versions]
             if mine[-1].commit == runs[-1].commit:
-                findings += _machine(history, mine, baseline)
+                found = _machine(history, runs, mine, baseline)
+                findings += _lost(found, mine[-1], f"{old}; at most {max_age} may be") if gone else found
             else:
                 notes.append(
                     f"{machine}: the history of {_versions(versions)} ends at {mine[-1].commit[:12]} and is not "
@@ -124,17 +134,33 @@ def _versions(versions: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{name} {value}" for name, value in versions) or "no stated version"
 
 
-def _machine(history: History, runs: list[Run], baseline: int) -> list[Finding]:
-    """Findings of the runs of one machine and one set of versions, oldest first."""
-    recent = runs[-(baseline + WINDOWS[-1]) :]
-    names = sorted({name for run in recent for name in run.values})
+def _lost(findings: list[Finding], newest: Run, why: str) -> list[Finding]:
+    """The findings with what the newest run measured lost, but for regressions."""
+    return [
+        replace(one, status=LOST, said=why)
+        if one.status != REGRESSION and one.name in newest.values and _finite(newest.values[one.name].value)
+        else one
+        for one in findings
+    ]
+
+
+def _machine(history: History, every: list[Run], runs: list[Run], baseline: int) -> list[Finding]:
+    """Findings of ``runs``, those of one set of versions among ``every`` run of a machine, oldest first.
+
+    Values are compared among ``runs`` alone. What the machine has measured is missed whatever the versions were: a new
+    Triton that some kernel does not compile with is no reason to forget the kernel.
+    """
+    recent = [*every[-(baseline + WINDOWS[-1]) :], *runs[-(baseline + WINDOWS[-1]) :]]
+    beside = {name for run in every if run.commit == runs[-1].commit for name in run.values}  # of other versions, too
+    beside -= {name for run in runs for name in run.values}
+    names = sorted({name for run in recent for name in run.values} - beside)
     findings = []
     by_benchmark: dict[str, list[tuple[CellName, list[tuple[str, float, float]]]]] = {}
     for name in names:
         about = history.described.get(name.benchmark)
         if history.described and (about is None or name.params not in about.cells):
             continue  # a benchmark or a parameter that was taken out on purpose
-        series, said, status = _series(name, runs, about)
+        series, said, status = _series(name, every, runs, about)
         if status == FINE:
             by_benchmark.setdefault(name.benchmark, []).append((name, series))
         else:
@@ -148,15 +174,12 @@ Series = list[tuple[str, float, float]]
 """(commit, value, spread), oldest first."""
 
 
-def _series(name: CellName, runs: list[Run], about: Described | None) -> tuple[Series, str, str]:
+def _series(name: CellName, every: list[Run], runs: list[Run], about: Described | None) -> tuple[Series, str, str]:
     """The values that may be compared with the newest, or why there are none; and `FINE`, `LOST` or `UNJUDGED`."""
     newest = runs[-1].values.get(name)
-    measured = [run for run in runs[:-1] if name in run.values and _finite(run.values[name].value)]
     if newest is None or not _finite(newest.value):
-        what = "is missing" if newest is None else "failed" if newest.value is None else "was skipped (NaN)"
-        if not measured:
-            return [], f"{what}; never measured before", UNJUDGED
-        return [], f"{what} at the newest commit, last measured at {measured[-1].commit[:12]}", LOST
+        return _without_value(name, newest, every, runs[-1])
+    measured = _measured(name, runs[:-1])
     if about is not None and newest.version is not None and newest.version != about.version:
         return [], f"is of version {newest.version}; the benchmark's version is {about.version}", LOST
     same = [run for run in runs if _finite((value := run.values.get(name, newest)).value) and name in run.values
@@ -168,13 +191,29 @@ def _series(name: CellName, runs: list[Run], about: Described | None) -> tuple[S
     return series, "", FINE
 
 
+def _without_value(name: CellName, value: Value | None, every: list[Run], newest: Run) -> tuple[Series, str, str]:
+    """As `_series`, of a cell that the newest run has no value of."""
+    what = (
+        "is missing" if value is None else value.refused or ("failed" if value.value is None else "was skipped (NaN)")
+    )
+    measured = [run for run in _measured(name, every) if run is not newest]
+    if not measured:
+        return [], f"{what}; never measured before", UNJUDGED
+    last = measured[-1]
+    other = "" if last.versions == newest.versions else f" with {_versions(last.versions)}"
+    return [], f"{what} at the newest commit, last measured at {last.commit[:12]}{other}", LOST
+
+
+def _measured(name: CellName, runs: list[Run]) -> list[Run]:
+    return [run for run in runs if name in run.values and _finite(run.values[name].value)]
+
+
 def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
 def _detector(about: Described | None, baseline: int) -> Detector:
-    unit = "" if about is None else about.unit
-    counted = unit.split()[:1] and unit.split()[0] in COUNTED_UNITS
+    counted = about is not None and about.counted
     return Detector(baseline, floor=0.0, least=COUNTED_LEAST) if counted else Detector(baseline)
 
 
