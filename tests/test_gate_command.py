@@ -177,6 +177,20 @@ class TestShow:
         (by_file,) = folder.iterdir()
         assert words(run("show", str(by_file))) == output
 
+    def test_several_tables_one_after_the_other(self, folder: Path, tmp_path: Path) -> None:
+        write_table(a_table(a_cell(), shape=KdaShape(4, 8)), folder)
+        files = [str(path) for path in sorted(folder.iterdir())]
+        alone = [run("show", file) for file in files]
+        assert run("show", *files) == "".join(alone)
+        assert run("show", files[0], files[0]) == alone[0] * 2
+        result = runner.invoke(app, ["gate", "show", *files, "--json", "-"])
+        shown = [json.loads(runner.invoke(app, ["gate", "show", file, "--json", "-"]).stdout) for file in files]
+        assert json.loads(result.stdout) == shown
+        picture = ["--plot", str(tmp_path / "gate.png")]
+        assert "draws one table, and 2 are given" in words(run("show", *files, *picture, code=2))
+        assert "one would overwrite the other" in words(run("show", *files, "--json", files[1], code=2))
+        assert "nowhere.json" in words(run("show", *files, "nowhere.json", code=2))
+
     def test_json_has_verdicts_ratios_and_doubts(self, tmp_path: Path) -> None:
         edited = replace(a_cell(batch=2, fused=False, unfused_us=(4.0, 4.0)), lane="fused+ring")
         path = write_table(a_table(*cells({1: True}), edited), tmp_path)

@@ -110,6 +110,27 @@ def test_too_slow_is_said(measured: Callable[..., Any], fused: float, wrong: lis
     assert all(part in line for part, line in zip(wrong, found, strict=True))
 
 
+def test_the_standard_gate_is_measured_by_the_cells_that_it_is_served_by(measured: Callable[..., Any]) -> None:
+    result = measured(TIMES, dataclasses.replace(SETTINGS, gates=("safe", "standard")))
+    assert [(cell.group, cell.batch) for cell in result.cells] == [
+        (f"recurrent ring T=2{gate}", batch) for gate in ("", " standard gate") for batch in (1, 3)
+    ]
+    safe, standard = result.cells[:2], result.cells[2:]
+    assert [(one.lane, one.config, one.us) for one in standard] == [(one.lane, one.config, one.us) for one in safe]
+    assert result.left_out == []
+
+
+def test_what_the_table_has_nothing_of_is_named(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = measured(TIMES, dataclasses.replace(SETTINGS, modes=("ring", "snapshots"), draft_tokens=(2, 5)))
+    assert len(result.cells) == 2
+    assert result.left_out == ["recurrent snapshots T=2", "recurrent ring T=5", "recurrent snapshots T=5"]
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
+    monkeypatch.setattr(command, "_measure", lambda *_: result)
+    shown = CliRunner().invoke(app, ["gate", "regret", "--json", "-"], env={"COLUMNS": "250"})
+    assert json.loads(shown.stdout)["left_out"] == result.left_out
+    assert "left out, the table has nothing of them: recurrent snapshots T=2; recurrent ring T=5" in shown.stderr
+
+
 def test_no_table_and_an_empty_one_are_refused(measured: Callable[..., Any], folder: Path) -> None:
     with pytest.raises(ValueError, match="no cell of what is asked for"):
         measured(TIMES, dataclasses.replace(SETTINGS, draft_tokens=(5,)))

@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
     )(explain)
     gate.command(
         epilog="Examples: [bold]kda gate show --heads 8 --device-name 'NVIDIA H200'[/bold], [bold]kda gate show "
-        "'H=8,HV=8,K=128,V=128,device_name=NVIDIA_H200,dtype=bfloat16.json' --plot gate.png[/bold]"
+        "tables/*.json[/bold], [bold]kda gate show --device-name 'NVIDIA H200' --plot gate.png[/bold]"
     )(show)
     app.add_typer(gate, name="gate")
 
@@ -202,9 +202,11 @@ def _show_decision(question: dict[str, Any], decision: Decision, console: Consol
 
 
 def show(
-    file: Annotated[
-        Path | None,
-        typer.Argument(help="A table; or name one by heads and device.", exists=True, dir_okay=False),
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE]...", help="Tables; or name one by heads and device.", exists=True, dir_okay=False
+        ),
     ] = None,
     heads: Heads = 8,
     hv_heads: HvHeads = None,
@@ -218,32 +220,48 @@ def show(
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the picture here (.png, .svg, .pdf).")] = None,
     json_file: Json = None,
 ) -> None:
-    """Show a table: the lane taken at each T and B, and fused over unfused time there."""
+    """Show tables: the lane taken at each T and B, and fused over unfused time there.
+
+    As JSON, one table is an object, several are a list of them.
+    """
     _one_of("--dtype", dtype, DTYPES)
-    check_outputs({"--plot": picture, "--json": json_file}, {"FILE": file})
+    read: list[Path | None] = [*files] if files else [None]
+    for file in read:
+        check_outputs({"--plot": picture, "--json": json_file}, {"FILE": file})
+    if picture is not None and len(read) > 1:
+        raise refuse("--plot", f"draws one table, and {len(read)} are given.")
     from kda_backend.gate import load_table
-    from kda_tooling.gate.grid import LEGEND, as_data, heading, rich_tables
+    from kda_tooling.gate.grid import as_data
     from kda_tooling.gate.picture import plot
 
-    if file is None:
-        file = _named_table(tables, _shape(heads, hv_heads, head_k_dim, head_v_dim), _device_name(device_name), dtype)
+    if not files:
+        shape = _shape(heads, hv_heads, head_k_dim, head_v_dim)
+        files = [_named_table(tables, shape, _device_name(device_name), dtype)]
     try:
-        table: Table = load_table(file)
+        loaded: list[Table] = [load_table(file) for file in files]
         if picture is not None:
-            plot(table, picture)
+            plot(loaded[0], picture)
     except ValueError as error:
         raise typer.BadParameter(plain(error)) from None
-    console = console_for(json_file)
+    for table in loaded:
+        _show_table(table, None if is_stdout(json_file) else console_for(json_file))
+    if picture is not None:
+        typer.echo(f"drew {picture}", err=True)
+    data = [as_data(table) for table in loaded]
+    write_json(json_file, data if len(data) > 1 else data[0])
+
+
+def _show_table(table: Table, console: Console | None) -> None:
+    """Its doubts on standard error, and where there is a ``console`` the table there."""
+    from kda_tooling.gate.grid import LEGEND, heading, rich_tables
+
     for doubt in table.doubts:
         Console(stderr=True).print(f"[yellow]unfused, edited by hand?[/yellow] {plain(doubt)}", highlight=False)
-    if not is_stdout(json_file):
+    if console is not None:
         console.print(plain(heading(table)), highlight=False)
         for grid in rich_tables(table):
             console.print(grid)
         console.print(LEGEND if table.cells else "no cells", highlight=False, style="dim")
-    if picture is not None:
-        typer.echo(f"drew {picture}", err=True)
-    write_json(json_file, as_data(table))
 
 
 def _named_table(folder: Path | None, shape: KdaShape, device_name: str, dtype: str) -> Path:

@@ -114,7 +114,7 @@ def to_dict(result: RegretResult, verdict: list[str]) -> dict[str, Any]:
     return {
         "machine": asdict(result.machine), "table": result.table, "seconds": round(result.seconds, 1),
         "within": {str(share): round(result.within(share), 4) for share in (0.01, USUAL, MOST)},
-        "wrong": verdict, "cells": [cell.to_dict() for cell in result.cells],
+        "wrong": verdict, "left_out": result.left_out, "cells": [cell.to_dict() for cell in result.cells],
     }  # fmt: skip
 
 
@@ -160,5 +160,10 @@ def _show(result: RegretResult, verdict: list[str], console: Console) -> None:
         f"{USUAL:.0%}, {result.within(MOST):.1%} within {MOST:.0%} of the best; {result.seconds:.0f} s",
         highlight=False,
     )
+    if result.left_out:
+        console.print(
+            f"[yellow]left out[/yellow], the table has nothing of them: {plain('; '.join(result.left_out))}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     for line in verdict:
         console.print(f"[red]too slow[/red] {plain(line)}", highlight=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,13 @@ class Regret:
 
 @dataclass(frozen=True)
 class RegretResult:
-    """All cells, what they were measured on, and how long it took."""
+    """All cells, what they were measured on, how long it took, and the groups that the table has nothing of."""
 
     machine: Machine
     table: str
     cells: list[Regret]
     seconds: float
+    left_out: list[str] = field(default_factory=list)
 
     def within(self, share: float) -> float:
         """The share of cells whose regret is at most ``share``."""
@@ -93,11 +94,13 @@ def decision_at(settings: TuneSettings, group: Group, batch: int, machine: Machi
 
 
 def alternatives(table: Table, group: Group) -> list[tuple[str, LaunchConfig]]:
-    """(lane, configuration) of everything that ``table`` has for the group's T, at any B."""
+    """(lane, configuration) of all that the gate may answer from for the group, at any B: see `Table.buckets`."""
+    cells = table.buckets(
+        gate=group.gate, form=group.form, mode=group.mode, option=group.option, draft_tokens=group.draft_tokens
+    )
     found = {
         (lane, figures.config): None
-        for cell in table.cells
-        if cell.key == group.key(cell.key.batch)
+        for cell in cells.values()
         for lane, figures in cell.lanes.items()
         if figures.config is not None
     }
@@ -125,6 +128,7 @@ def measure_regret(
     groups = {group: found for group in settings.groups() if (found := alternatives(table, group))}
     if not groups:
         raise ValueError(f"{path} has no cell of what is asked for")
+    left_out = [str(group) for group in settings.groups() if group not in groups]
     jobs: list[Job] = [(group, lane, config) for group, found in groups.items() for lane, config in found]
     of = len(groups) * len(settings.batch_sizes)
     results: list[Regret] = []
@@ -144,7 +148,7 @@ def measure_regret(
                 )
                 us = {name: deciding(time) for name, time in times.items()}
                 results.append(_regret(group, batch, decision, chosen, arms, us))
-    return RegretResult(machine, path.name, results, time.monotonic() - started)
+    return RegretResult(machine, path.name, results, time.monotonic() - started, left_out)
 
 
 def _regret(
