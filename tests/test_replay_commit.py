@@ -85,6 +85,20 @@ def test_an_optional_tensor_is_not_taken_for_another_one_like_it(log: list[Recor
             assert (one.arguments[name], one.arguments[other]) == (call[name].data_ptr(), None)
 
 
+@pytest.mark.parametrize("op", [conv, shots])
+def test_a_commit_of_trees_is_not_taken_for_one_of_chains(log: list[Recorded], op: Callable[..., None]) -> None:
+    pool = Pool()
+    for trees in (True, False, True):
+        for turn in range(2):
+            parents = (torch.arange(STEPS, dtype=torch.int32) - 1).repeat(2, 1) if trees else None
+            call = pool.call(op)
+            call |= {"accept_lens": None, "last_steps": call["rows"].clone(), "parents": parents}
+            op(**call)
+            (one,) = taken(log)
+            assert one.replayed == bool(turn)
+            assert one.arguments["parents"] == (None if parents is None else parents.data_ptr())
+
+
 SHORT = torch.arange(1, dtype=torch.int32)
 BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "slots are int16": lambda c: {"slots": c["slots"].short()},
@@ -123,6 +137,7 @@ BAD_OF: dict[Any, dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
         "pdl is an int": lambda c: {"pdl": 0},
         "pdl is not to be had": lambda c: {"pdl": True},
         "rows are fewer": lambda c: {"rows": SHORT},
+        "parents go with accept_lens": lambda c: {"parents": torch.zeros(2, STEPS, dtype=torch.int32)},
         "windows are short": lambda c: {"conv_window": c["conv_window"][:, :, :2]},
         "windows have another dtype": lambda c: {"conv_window": c["conv_window"].half()},
     },

@@ -348,10 +348,13 @@ def test_trees_and_ragged_batches_pass_through(device: str) -> None:
     commits, last = layer.commits(), torch.tensor([0], dtype=torch.int32, device=device)
     for name in ("scatter_conv", "scatter_snapshots"):
         op, given = commits[name]
-        op(*given[:3], None, T, last_steps=last)
+        op(*given[:3], None, T, last_steps=last, parents=tree)
+        bad = torch.tensor([2], dtype=torch.int32)
+        with pytest.raises(ValueError, match="parents must be None with accept_lens"):
+            op(*given[:3], bad.to(device), T, parents=tree)
     assert torch.equal(layer.state.ssm_state[2], layer.snapshots.states[0, 0])
     with pytest.raises(ValueError, match="accept_lens"):
-        op(*given[:3], torch.tensor([2], dtype=torch.int32), T, starts=starts.cpu())
+        op(*given[:3], bad, T, starts=starts.cpu())
 
 
 def test_groups_live_as_long_as_their_tensors() -> None:

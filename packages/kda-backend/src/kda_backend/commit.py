@@ -45,6 +45,7 @@ def commit_layers(
     draft_tokens: int,
     last_steps: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     track_steps: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
@@ -63,7 +64,7 @@ def commit_layers(
     Args:
         state, record: with a leading [layers]; ``state`` is updated in place.
         shape, slots, accept_lens, draft_tokens, starts, track_slots, track_steps: as `kda_kernels.fold`.
-        last_steps: in place of accept_lens, with snapshots; as `kda_kernels.scatter_snapshots`.
+        last_steps, parents: of trees, in place of accept_lens, with snapshots; as `kda_kernels.scatter_snapshots`.
         errors: counters of the state's launch.
         uncounted: counters of the windows' launch, which sees the same faults.
         reference: plain torch instead of kernels.
@@ -82,7 +83,7 @@ def commit_layers(
     if starts is not None:
         common["starts"] = starts
     if last_steps is not None:
-        common |= {"accept_lens": None, "last_steps": last_steps}
+        common |= {"accept_lens": None, "last_steps": last_steps, "parents": parents}
     states = state.ssm_state
     conv = _conv_commit(state, mixed_qkv, common, uncounted, reference)
     if pending is not None:

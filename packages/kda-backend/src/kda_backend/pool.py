@@ -232,7 +232,8 @@ class StatePool(SlotStorage):
                 a step, in the same launches; -1 for none. Not a slot of the round: refused where both are on the CPU,
                 the caller's to keep on a device. With fold on verify, such a commit also brings the round's slots up to
                 date, in a launch of its own.
-            track_steps: [B] that step, 0-based. One at or past the accept length is not written.
+            track_steps: [B] that step, 0-based. One outside the accepted prefix (of a tree, the accepted path) is not
+                written.
 
         Raises:
             RuntimeError: no round was begun; a layer was not verified in it (its record would be a stale one); or the
@@ -256,9 +257,9 @@ class StatePool(SlotStorage):
             )
         commit_layers(
             self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
-            draft_tokens=current.draft_tokens, last_steps=last_steps, starts=current.starts, track_slots=track_slots,
-            track_steps=track_steps, errors=self.errors, uncounted=self._uncounted, reference=current.reference,
-            on_launch=self.abandon, pending=self.pending,
+            draft_tokens=current.draft_tokens, last_steps=last_steps, starts=current.starts, parents=current.parents,
+            track_slots=track_slots, track_steps=track_steps, errors=self.errors, uncounted=self._uncounted,
+            reference=current.reference, on_launch=self.abandon, pending=self.pending,
             mixed_qkv=current.kept.of_layers(self.num_layers) if self.compact_window else None,
         )  # fmt: skip
 

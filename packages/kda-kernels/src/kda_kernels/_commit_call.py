@@ -88,6 +88,7 @@ class ScatterCall(NamedTuple):
     pdl: bool | None
     last_steps: torch.Tensor | None
     starts: torch.Tensor | None
+    parents: torch.Tensor | None
 
     def launch(self, ticket: Ticket | None) -> None:
         """Launch this call, which was accepted, and remember it."""
@@ -100,14 +101,15 @@ class ScatterCall(NamedTuple):
             (
                 *_pitched(dst), *_pitched(src),
                 self.slots, self.rows, ends, self.track_slots, self.track_steps, self.errors,
-                dst.shape[1], src.shape[1], batch, self.draft_tokens, self.starts,
+                dst.shape[1], src.shape[1], batch, self.draft_tokens, self.starts, self.parents,
             ),
             device=dst.device, num_warps=SCATTER_NUM_WARPS, pdl=self.pdl,
-            N=entry, BLOCK_N=block, LAST_STEPS=self.last_steps is not None, HAS_ROWS=self.rows is not None,
+            N=entry, BLOCK_N=block, LAST_STEPS=self.last_steps is not None,
+            T=None if self.parents is None else self.draft_tokens, HAS_ROWS=self.rows is not None,
             HAS_TRACK=self.track_slots is not None, COUNT=self.errors is not None,
         )  # fmt: skip
         if ticket is not None:
-            optional = ("rows", "track_slots", "track_steps", "errors", "starts")
+            optional = ("rows", "track_slots", "track_steps", "errors", "starts", "parents")
             given = [name for name in optional if getattr(self, name) is not None]
             remember(ticket, ["dst", "src", "slots", "accept_lens", *given], [(launched, {})])
 

@@ -127,6 +127,7 @@ def scatter_conv(
     pdl: bool | None = None,
     last_steps: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """Copy each row's window after its last accepted token into its slot's conv state, all layers in one launch.
 
@@ -137,8 +138,10 @@ def scatter_conv(
         conv_state: [layers, slots, 3, D], updated in place.
         conv_window: [layers, rows, steps, 3, D] of the same dtype, as verify wrote it.
         last_steps: [B] int32 or int64, 0-based step of the last accepted token: -1..draft_tokens - 1. -1 leaves the
-            slot untouched. Out of range as for ``accept_lens``. Any track step up to it is written: that such a step
-            lies on the accepted path is for the caller to see to.
+            slot untouched. Out of range as for ``accept_lens``.
+        parents: [B, T] of a verify of trees, with ``last_steps``; as `verify_unfused`. The accepted prefix, whose steps
+            may be tracked, is then the path to the last step; without them it is every step up to that one. A request
+            whose parents are no tree is left untouched and counted in ``errors``.
         rows: [B] window row of each batch position; None means 0..B-1.
         pdl: programmatic dependent launch, as `LaunchConfig.pdl`.
         slots, accept_lens, draft_tokens, track_slots, track_steps, errors, starts: as for `fold`; there is no ring
@@ -151,7 +154,7 @@ def scatter_conv(
     prepare_scatter(
         conv_state, conv_window, names=("conv_state", "conv_window"), slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
-        last_steps=last_steps, starts=starts,
+        last_steps=last_steps, starts=starts, parents=parents,
     )()  # fmt: skip
 
 
@@ -169,6 +172,7 @@ def scatter_snapshots(
     pdl: bool | None = None,
     last_steps: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """Copy each row's snapshot after its last accepted token into its slot's state, all layers in one launch.
 
@@ -183,7 +187,7 @@ def scatter_snapshots(
     prepare_scatter(
         ssm_state, snapshots.states, names=("ssm_state", "snapshots.states"), slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl,
-        last_steps=last_steps, starts=starts,
+        last_steps=last_steps, starts=starts, parents=parents,
     )()  # fmt: skip
 
 
@@ -202,6 +206,7 @@ def prepare_scatter(
     pdl: bool | None = None,
     last_steps: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     """What `prepare_fold` is of `fold`, of either scatter. Arguments as `commit_checks.scatter_reason`."""
     ends = accept_lens if last_steps is None else last_steps
@@ -216,12 +221,15 @@ def prepare_scatter(
         tensors.append(errors)
     if starts is not None:
         tensors.append(starts)
+    if parents is not None:
+        tensors.append(parents)
     try:
         key = (names, dst.shape, slots.shape, draft_tokens)
         facts = (
             pdl, pdl.__class__, draft_tokens.__class__,  # True equals 1
             accept_lens is None, last_steps is None,
             rows is None, track_slots is None, track_steps is None, errors is None, starts is None,
+            parents is None,
         )  # fmt: skip
         known, addresses = recall(key, facts, tensors)
         ticket: Ticket | None = (key, facts, len(tensors), tensors)
@@ -232,7 +240,7 @@ def prepare_scatter(
         return again
     call = ScatterCall(
         dst, src, names, slots, accept_lens, draft_tokens, rows, track_slots, track_steps, errors, pdl, last_steps,
-        starts,
+        starts, parents,
     )  # fmt: skip
     refuse(commit_checks.scatter_reason(**call._asdict()))
     return partial(call.launch, ticket)

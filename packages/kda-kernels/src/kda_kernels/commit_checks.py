@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from kda_kernels._launch import device_reason, pdl_reason
-from kda_kernels.batch_checks import accept_reason, starts_reason
+from kda_kernels.batch_checks import accept_reason, parents_reason, starts_reason
 from kda_kernels.buffers import Ring
 from kda_kernels.checking import (
     INDEX_DTYPES,
@@ -140,6 +140,7 @@ def scatter_reason(
     pdl: bool | None = None,
     last_steps: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     needs_kernels: bool = True,
 ) -> str | None:
     """Why copying ``src[layer, row, accept - 1]`` to ``dst[layer, slot]`` is refused, or None.
@@ -167,6 +168,10 @@ def scatter_reason(
         slots, accept_lens, draft_tokens, dst.shape[1], draft_tokens, device, track_slots, track_steps, starts,
         last_steps,
     )  # fmt: skip
+    if reason is None and parents is not None:
+        if last_steps is None:
+            return "parents must be None with accept_lens, which count the tokens of a chain: give last_steps"
+        reason = parents_reason(parents, starts, slots, draft_tokens, device)
     if reason:
         return reason
     if src.shape[2] < draft_tokens:

@@ -251,11 +251,13 @@ def scatter_conv(
     errors: Tensor | None = None,
     last_steps: Tensor | None = None,
     starts: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_conv`."""
     _scatter_conv(
         conv_state, conv_window, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
         track_slots=track_slots, track_steps=track_steps, errors=errors, last_steps=last_steps, starts=starts,
+        parents=parents,
     )  # fmt: skip
 
 
@@ -305,12 +307,13 @@ def scatter_snapshots(
     errors: Tensor | None = None,
     last_steps: Tensor | None = None,
     starts: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_snapshots`, the snapshots as the tensor [layers, rows, steps, HV, V, K]."""
     _scatter_snapshots(
         ssm_state, _grouped(Snapshots, (snapshots,)), slots=slots, accept_lens=accept_lens,
         draft_tokens=draft_tokens, rows=rows, track_slots=track_slots, track_steps=track_steps, errors=errors,
-        last_steps=last_steps, starts=starts,
+        last_steps=last_steps, starts=starts, parents=parents,
     )  # fmt: skip
 
 

@@ -182,6 +182,13 @@ def _usable_parents(parents: list[int], errors: torch.Tensor | None) -> bool:
     return usable
 
 
+def _on_path(parents: list[int], last: int, step: int) -> bool:
+    """Whether ``step`` is on the path from a root to the step ``last``."""
+    while last > step:
+        last = parents[last]
+    return last == step
+
+
 def _paths(parents: list[int]) -> list[list[int]]:
     """For each token the four input columns that end at it on its path: 0, 1, 2 are the conv state's, 3 + t token t's.
 
@@ -232,7 +239,7 @@ def _verify_request(
 def commits(
     slots: torch.Tensor, accept_lens: torch.Tensor, num_slots: int, limit: int, errors: torch.Tensor | None,
     track_slots: torch.Tensor | None, track_steps: torch.Tensor | None, starts: torch.Tensor | None, draft_tokens: int,
-    rows: torch.Tensor | None = None, num_rows: int | None = None,
+    rows: torch.Tensor | None = None, num_rows: int | None = None, parents: torch.Tensor | None = None,
 ) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
     """The (row, slot, accept, track slot or -1, track step) of every batch position that commits something."""
     found = []
@@ -251,14 +258,18 @@ def commits(
         ]
         if not all(usable):
             continue
-        if not 0 <= accept <= min(limit, tokens.stop - tokens.start):
+        length = tokens.stop - tokens.start
+        earlier = list(range(-1, length - 1)) if parents is None else parents[i, :length].tolist()
+        if not _usable_parents(earlier, errors):
+            continue
+        if not 0 <= accept <= min(limit, length):
             _count(errors, ErrorKind.ACCEPT)
             continue
         if accept == 0:
             continue
         if track < -1 or track >= num_slots:
             _count(errors, ErrorKind.TRACK_SLOT)
-        wanted = 0 <= track < num_slots and 0 <= step < accept
+        wanted = 0 <= track < num_slots and step >= 0 and _on_path(earlier, accept - 1, step)
         found.append((row, slot, accept, track if wanted else -1, step))
     return found
 
@@ -343,11 +354,12 @@ def scatter_conv_reference(
     pdl: bool | None = None,
     last_steps: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_conv` in plain torch."""
     _scatter_reference(
         conv_state, conv_window, ("conv_state", "conv_window"), slots, accept_lens, draft_tokens, rows, track_slots,
-        track_steps, errors, pdl, last_steps, starts,
+        track_steps, errors, pdl, last_steps, starts, parents,
     )  # fmt: skip
 
 
@@ -365,13 +377,14 @@ def scatter_snapshots_reference(
     pdl: bool | None = None,
     last_steps: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """`kda_kernels.scatter_snapshots` in plain torch."""
     if not isinstance(snapshots, Snapshots):
         raise TypeError(f"snapshots must be Snapshots, got {type(snapshots).__name__}")
     _scatter_reference(
         ssm_state, snapshots.states, ("ssm_state", "snapshots.states"), slots, accept_lens, draft_tokens, rows,
-        track_slots, track_steps, errors, pdl, last_steps, starts,
+        track_slots, track_steps, errors, pdl, last_steps, starts, parents,
     )  # fmt: skip
 
 
@@ -380,19 +393,19 @@ def _scatter_reference(
     dst: torch.Tensor, src: torch.Tensor, names: tuple[str, str], slots: torch.Tensor,
     accept_lens: torch.Tensor | None, draft_tokens: int, rows: torch.Tensor | None, track_slots: torch.Tensor | None,
     track_steps: torch.Tensor | None, errors: torch.Tensor | None, pdl: bool | None, last_steps: torch.Tensor | None,
-    starts: torch.Tensor | None,
+    starts: torch.Tensor | None, parents: torch.Tensor | None,
 ) -> None:  # fmt: skip
     reason = commit_checks.scatter_reason(
         dst, src, names=names, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, rows=rows,
         track_slots=track_slots, track_steps=track_steps, errors=errors, pdl=pdl, last_steps=last_steps,
-        starts=starts, needs_kernels=False,
+        starts=starts, parents=parents, needs_kernels=False,
     )  # fmt: skip
     refuse(reason)
     if accept_lens is None:
         accept_lens = cast(torch.Tensor, last_steps) + 1
     for row, slot, accept, track, step in commits(
         slots, accept_lens, dst.shape[1], draft_tokens, errors, track_slots, track_steps, starts, draft_tokens,
-        rows, src.shape[1],
+        rows, src.shape[1], parents,
     ):  # fmt: skip
         dst[:, slot] = src[:, row, accept - 1]
         if track >= 0:

@@ -81,3 +81,11 @@ def zero_unowned_rows(
             for column in range(0, WIDTH, COLUMNS):
                 p_out = out + row[:, None] * WIDTH + column + columns
                 tl.store(p_out, tl.zeros([ROWS, COLUMNS], out.dtype.element_ty), mask=unowned[:, None] & (columns >= 0))
+
+
+@triton.jit
+def on_path(parents, last, step):
+    """Whether ``step`` >= 0 is on the path from a root to the step ``last``. Parents are earlier steps: it ends."""
+    while last > step:
+        last = tl.load(parents + last).to(tl.int32)
+    return last == step

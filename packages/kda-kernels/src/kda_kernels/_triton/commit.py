@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kda_kernels._triton.arithmetic import delta_step, l2_normalise
-from kda_kernels._triton.batches import count_length_error, load_range
+from kda_kernels._triton.batches import count_length_error, count_parent_error, load_range, on_path, parents_are_earlier
 from kda_kernels._triton.common import (
     count_accept_error,
     count_row_error,
@@ -82,20 +82,23 @@ def fold_kernel(
 
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows", "batch", "limit"],
-    do_not_specialize_on_alignment=["slots", "rows", "accept_lens", "track_slots", "track_steps", "errors", "starts"],
+    do_not_specialize_on_alignment=[
+        "slots", "rows", "accept_lens", "track_slots", "track_steps", "errors", "starts", "parents"
+    ],
 )
 def scatter_kernel(
     dst, dst_layer_pitch, dst_pitch,  # [layers, slots, N]: conv state or recurrent state
     src, src_layer_pitch, src_pitch,  # [layers, rows, steps, N]: conv windows or snapshots
     slots, rows, accept_lens, track_slots, track_steps, errors,
     num_slots, num_rows, batch, limit,
-    starts,  # [B+1] or None
-    N: tl.constexpr, BLOCK_N: tl.constexpr, LAST_STEPS: tl.constexpr,
+    starts, parents,  # [B+1] or None, [B, T] or None
+    N: tl.constexpr, BLOCK_N: tl.constexpr, LAST_STEPS: tl.constexpr, T: tl.constexpr,  # T: of a tree
     HAS_ROWS: tl.constexpr, HAS_TRACK: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``dst[layer, slots[b]] = src[layer, row(b), accept_lens[b] - 1]``, and the same for the tracked step.
 
-    With ``LAST_STEPS``, ``accept_lens`` holds the last accepted step and not the number of accepted ones.
+    With ``LAST_STEPS``, ``accept_lens`` holds the last accepted step and not the number of accepted ones; with
+    ``parents``, that of a tree, and only a step on the path to it is tracked.
     """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
@@ -112,11 +115,17 @@ def scatter_kernel(
         _, length, range_usable = load_range(starts, i_n, limit)
         usable = usable & range_usable
         valid = valid & (accept <= length)  # entries past the request's own are older ones
+    if parents is not None:
+        parents += tl.cast(i_n, tl.int64) * T
+        is_tree = (not usable) | parents_are_earlier(parents, T if starts is None else tl.minimum(length, T), T)
+        usable = usable & is_tree
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
         count_row_error(errors, row, num_rows, first, HAS_ROWS, COUNT)
         if starts is not None:
             count_length_error(errors, range_usable, first, COUNT)
+        if parents is not None:
+            count_parent_error(errors, is_tree, first, COUNT)
         count_accept_error(errors, usable & (not valid), first, COUNT)
         return
     offsets = (pid % NUM_N) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -128,5 +137,7 @@ def scatter_kernel(
         track_slot, track_step, track = load_track(
             track_slots, track_steps, i_n, accept, num_slots, errors, first, COUNT
         )
+        if parents is not None:
+            track = track & on_path(parents, accept.to(tl.int32) - 1, tl.where(track, track_step, 0))
         if track:
             tl.store(p_dst + track_slot * dst_pitch, tl.load(p_src + track_step * N, mask=mask), mask=mask)

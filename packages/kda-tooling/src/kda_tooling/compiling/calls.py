@@ -143,10 +143,10 @@ def _call_scatter(spec: CompileSpec) -> None:
         "slots": torch.arange(_BATCH, dtype=torch.int32),
         "last_steps" if spec.tree else "accept_lens": torch.ones(_BATCH, dtype=torch.int32),
         "draft_tokens": steps,
-        "starts": _batch(spec).get("starts"),
         "rows": _rows(spec),
         "errors": new_error_counts("cpu"),
         "pdl": spec.pdl,
+        **_batch(spec),
         **_tracking(spec),
     }
     if spec.op == "scatter_conv":

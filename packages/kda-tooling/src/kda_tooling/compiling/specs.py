@@ -73,7 +73,7 @@ class CompileSpec:
         chunked: verify in the chunked form.
         indices_ready: slots and rows are declared ready before the PDL wait.
         ragged: with ``starts``.
-        tree: verify with ``parents``; a commit by ``last_steps``.
+        tree: with ``parents``; a commit by ``last_steps``.
         pending: verify that folds what is pending first.
         compact: verify that notes its inputs and writes no windows.
     """
@@ -286,6 +286,7 @@ _SM90 = [
     CompileSpec("verify_unfused", "ring", ragged=True, chunked=True),
     CompileSpec("fold", ragged=True, config=FOLD_SHORT),
     CompileSpec("scatter_conv", tree=True),
+    CompileSpec("scatter_conv", track=True, tree=True),
     CompileSpec("scatter_snapshots", ragged=True, tree=True),
     CompileSpec("scatter_snapshots", track=True, rows=True),
 ]
