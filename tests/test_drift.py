@@ -93,6 +93,7 @@ def test_a_long_life(mode: str, fold_on_verify: bool, seed: int, compact_window:
     choices = Seeded(seed)
     names = [life.step(choices) for _ in range(400)]
     assert set(names) == set(life.STEPS)
+    assert min(life.met[what] for what in ("ragged", "rows of nobody", "repeated", "out of range")) > 20
     assert life.tokens > 250
 
 

@@ -8,14 +8,16 @@ are told apart cannot be in both.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import pytest
 import torch
 
 from kda_backend import LANES, PoolExhausted, StatePool, lane_mode
-from kda_kernels import KdaShape, LayerParams, PendingFold, flush
+from kda_kernels import ErrorKind, KdaShape, LayerParams, PendingFold, flush, host_checks
 from tests.support.bits import assert_same_bits
 
 T = TypeVar("T")
@@ -36,6 +38,37 @@ class Seeded:
 
     def pick(self, values: Sequence[T]) -> T:
         return self.random.choice(values)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Who sits where in a round, -1 among them, and which rows of its inputs are whose.
+
+    Args:
+        slots: of each batch position.
+        tokens: T, the most that a request has.
+        starts: the first row of each request, and where the last one ends; without gaps.
+        rows: of all, those of nobody before the first request and after the last among them.
+        ragged: whether ``starts`` is handed on; else all requests have T tokens.
+    """
+
+    slots: list[int]
+    tokens: int
+    starts: list[int]
+    rows: int
+    ragged: bool
+
+    def rows_of(self, i: int) -> list[int]:
+        """The rows of batch position i."""
+        return list(range(self.starts[i], self.starts[i + 1]))
+
+    def live(self) -> list[int]:
+        """The positions that are not padded."""
+        return [i for i, slot in enumerate(self.slots) if slot >= 0]
+
+    def unused_rows(self) -> list[int]:
+        """Rows of padded positions and of nobody."""
+        return sorted(set(range(self.rows)).difference(*(self.rows_of(i) for i in self.live())))
 
 
 class Lifecycle:
@@ -64,6 +97,8 @@ class Lifecycle:
         self._poison(self.canary)
         self.conv, self.ssm = self.pool.conv_state.clone(), self.pool.ssm_state.clone()
         self.steps = self.tokens = 0
+        self.met: Counter[str] = Counter()
+        """How many rounds were ragged or had rows of nobody, verifies were repeated, accept lengths out of range."""
 
     def _normal(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(*size, generator=self.generator, device=self.device).to(dtype)
@@ -154,18 +189,27 @@ class Lifecycle:
 
     def abandon(self, choose: Choices) -> None:
         """Drafts are verified and dropped: records are left behind that no commit may use."""
-        slots, tokens = self._batch(choose)
-        self._verify(slots, tokens, choose, "recurrent")
+        self._verify(self._batch(choose), choose, "recurrent")
         self.pool.abandon()
         self.check()
 
     def round(self, choose: Choices) -> None:
-        """Drafts of some requests, padding among them, are verified, and a prefix of each is committed."""
-        slots, tokens = self._batch(choose)
+        """Drafts of some requests, padding among them, are verified, and a prefix of each is committed.
+
+        Now and then one accept length is out of range, which only the device sees: that slot stays as it was.
+        """
+        batch = self._batch(choose)
+        slots, tokens = batch.slots, batch.tokens
         form = choose.pick(["recurrent", "recurrent", "chunked"]) if self.pool.ring else "recurrent"
-        inputs, outputs = self._verify(slots, tokens, choose, form)
+        inputs, outputs = self._verify(batch, choose, form)
         self.check()
-        accept = [choose.pick([*range(tokens + 1), tokens]) for _ in slots]
+        lengths = [len(batch.rows_of(i)) for i in range(len(slots))]
+        accept = [choose.pick([*range(length + 1), length]) for length in lengths]
+        given = list(accept)
+        if batch.live() and choose.pick([True, False, False]):
+            wrong = choose.pick(batch.live())
+            accept[wrong], given[wrong] = 0, choose.pick([lengths[wrong] + 1, tokens + 1, -1, 2**31 - 1])
+            self.met["out of range"] += 1
         track = [-1] * len(slots)
         track_steps = [choose.pick(range(-1, tokens + 1)) for _ in slots]
         others = [slot for slot in self.live if slot not in slots]
@@ -173,15 +217,13 @@ class Lifecycle:
             if others and choose.pick([True, False]):
                 track[row] = others.pop(choose.pick(range(len(others))))
         tracking = {"track_slots": self._index(track), "track_steps": self._index(track_steps)}
-        self.pool.commit(self._index(accept), **(tracking if any(slot >= 0 for slot in track) else {}))
-        for row, slot in enumerate(slots):
-            rows = [row * tokens + t for t in range(tokens)]
-            if slot < 0:
-                for output in outputs:
-                    assert not output[rows].count_nonzero(), "padded rows are zero"
-                continue
-            compared = outputs if form == "recurrent" else None
-            self._decode(slot, inputs, rows, accept[row], compared, track[row], track_steps[row])
+        with host_checks(given == accept):
+            self.pool.commit(self._index(given), **(tracking if any(slot >= 0 for slot in track) else {}))
+        for output in outputs:
+            assert not output[batch.unused_rows()].count_nonzero(), "rows of padding and of nobody are zero"
+        compared = outputs if form == "recurrent" else None
+        for i in batch.live():
+            self._decode(slots[i], inputs, batch.rows_of(i), accept[i], compared, track[i], track_steps[i])
         self.check()
 
     # What steps are made of
@@ -189,35 +231,51 @@ class Lifecycle:
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def _batch(self, choose: Choices) -> tuple[list[int], int]:
-        """Slots of a batch, -1 among them, and the tokens of each."""
+    def _batch(self, choose: Choices) -> Batch:
+        """Some requests and padding, of one length or each of its own, from 0 on."""
         waiting, slots = list(self.live), []
         for _ in range(choose.pick(range(1, self.batch + 1))):
             if waiting and choose.pick([True, True, True, False]):
                 slots.append(waiting.pop(choose.pick(range(len(waiting)))))
             else:
                 slots.append(-1)
-        return slots, choose.pick(range(1, self.draft_tokens + 1))
+        tokens, ragged = choose.pick(range(1, self.draft_tokens + 1)), choose.pick([True, False])
+        starts, rows = [choose.pick([0, 0, 1]) if ragged else 0], self.batch * self.draft_tokens
+        for _ in slots:
+            length = choose.pick(range(tokens + 1)) if ragged else tokens
+            starts.append(min(starts[-1] + length, rows))
+        rows = min(starts[-1] + choose.pick([0, 1, 2]), rows) if ragged else starts[-1]
+        self.met["ragged"] += ragged
+        self.met["rows of nobody"] += rows > starts[-1] - starts[0]
+        return Batch(slots, tokens, starts, rows, ragged)
 
-    def _verify(
-        self, slots: list[int], tokens: int, choose: Choices, form: str
-    ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-        """The inputs and outputs of each layer; every layer in a lane of its own."""
-        padded = torch.tensor([slot < 0 for slot in slots], device=self.device).repeat_interleave(tokens)
-        heads, keys = self.shape.num_v_heads, self.shape.head_k_dim
-        inputs = []
-        for _ in range(self.layers):
-            inputs.append([self._normal(len(slots) * tokens, n) for n in (self.shape.conv_dim, heads * keys, heads)])
-            for tensor in inputs[-1]:
-                tensor[padded] = NAN
-        self.pool.begin(self._index(slots), tokens)
+    def _inputs(self, batch: Batch) -> list[torch.Tensor]:
+        """mixed_qkv, a and b of a layer; NaN in what nobody may read."""
+        shape = self.shape
+        widths = shape.conv_dim, shape.num_v_heads * shape.head_k_dim, shape.num_v_heads
+        inputs = [self._normal(batch.rows, n) for n in widths]
+        for tensor in inputs:
+            tensor[batch.unused_rows()] = NAN
+        return inputs
+
+    def _verify(self, batch: Batch, choose: Choices, form: str) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+        """The inputs and outputs of each layer; every layer in a lane of its own, some after another attempt."""
+        inputs = [self._inputs(batch) for _ in range(self.layers)]
+        starts = {"starts": self._index(batch.starts)} if batch.ragged else {}
+        lanes = [lane for lane in self.lanes if not (batch.ragged and lane is not None and "unfused" not in lane)]
+        self.pool.begin(self._index(batch.slots), batch.tokens, **starts)
         outputs = []
         for layer, given in enumerate(inputs):
-            lane = choose.pick(self.lanes)
-            # Nobody but the pool holds what it is given until commit.
-            outputs.append(
-                self.pool.verify(layer, *(x.clone() for x in given), self.params[layer], lane=lane, form=form)
-            )
+            attempts = [given]
+            if choose.pick([True, False, False, False]):
+                attempts.insert(0, self._inputs(batch))
+                self.met["repeated"] += 1
+            for attempt in attempts:
+                out = self.pool.verify(
+                    # Nobody but the pool holds what it is given until commit.
+                    layer, *(x.clone() for x in attempt), self.params[layer], lane=choose.pick(lanes), form=form
+                )  # fmt: skip
+            outputs.append(out)
         return inputs, outputs
 
     def _decode(
@@ -255,7 +313,7 @@ class Lifecycle:
         return states
 
     def check(self) -> None:
-        """Every slot holds what it must, and the device counted no fault."""
+        """Every slot holds what it must, and the device counted no fault but those that were meant."""
         assert_same_bits(self.pool.conv_state, self.conv, "conv_state")
         assert_same_bits(self._committed(), self.ssm, "ssm_state")
         if self.pool.ring is not None:
@@ -263,7 +321,8 @@ class Lifecycle:
                 assert tensor[:, self.canary :: self.pool.num_slots].isnan().all(), (
                     "no record reached the canary's ring"
                 )
-        assert self.pool.error_summary() is None
+        wrong = self.met["out of range"]
+        assert self.pool.errors.tolist() == [wrong if kind is ErrorKind.ACCEPT else 0 for kind in ErrorKind]
 
 
 class _First:
