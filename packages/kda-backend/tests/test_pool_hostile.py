@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from kda_backend import StatePool, commit_layers
+from kda_backend import SlotState, StatePool, commit_layers
 from kda_backend import commit as commit_module
 from kda_kernels import ErrorKind, KdaShape, LayerParams, host_checks
 
@@ -135,6 +136,45 @@ def test_a_state_that_is_not_dense_changes_nothing() -> None:
     with pytest.raises(ValueError, match="ssm_state must be dense"):
         pool.load_slot(0, torch.ones(1, 3, SHAPE.conv_dim).bfloat16(), torch.ones(1, 1, 64, 64).to_sparse())
     assert _same(pool, before)
+
+
+def test_a_state_without_values_changes_nothing() -> None:
+    pool = _pool()
+    before = _states(pool)
+    conv, ssm = torch.ones(1, 3, SHAPE.conv_dim).bfloat16(), torch.ones(1, 1, 64, 64)
+    with pytest.raises(ValueError, match="conv_state must have values, got a tensor on device 'meta'"):
+        pool.load_slot(0, conv.to("meta"), ssm)
+    with pytest.raises(ValueError, match="ssm_state must have values, got a tensor on device 'meta'"):
+        pool.import_slot(0, SlotState(conv, ssm.to("meta")))
+    assert _same(pool, before)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("xyz", "device must be one that torch can use on this machine, got 'xyz'"),
+        ("cuda:99", "device must be one that torch can use on this machine, got 'cuda:99'"),
+        (torch.device("cuda", 99), "device must be one that torch can use on this machine, got 'cuda:99'"),
+        (3.0, "device must be a torch.device or its name, 'cuda' or 'cpu' say, got float"),
+        (None, "device must be a torch.device or its name, 'cuda' or 'cpu' say, got NoneType"),
+    ],
+    ids=["no name", "not here", "not here either", "float", "None"],
+)
+def test_a_device_that_cannot_be_used_is_named(device: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        StatePool(SHAPE, num_layers=1, num_slots=1, max_batch=1, draft_tokens=T, mode="ring", device=device)
+
+
+def test_a_commit_of_nothing_says_what_was_given() -> None:
+    pool = _verified()
+    ends = torch.tensor([1, 1])
+    for given, got in (
+        ({}, "neither"), ({"last_steps": ends}, "last_steps"),
+        ({"accept_lens": ends, "last_steps": ends}, "accept_lens and last_steps"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"commit of chains takes accept_lens and not last_steps, got {got}: see"):
+            pool.commit(**given)
+    pool.commit(ends)
 
 
 @pytest.mark.parametrize("lane", ["unfused+ring", "fused+ring", "reference"])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from kda_backend import LANES, StatePool, lane_mode
 from kda_backend.sharding import HeadShard, join_packed, shard_reason
@@ -80,6 +84,30 @@ def test_what_cannot_be_split_is_refused() -> None:
         join_packed([], shape)
     with pytest.raises(ValueError, match=r"parts\[1\] must have D=1024 packed channels along dim -1, got \[1, 1023\]"):
         join_packed([torch.zeros(1, 1024), torch.zeros(1, 1023)], shape)
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gather_needs_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match="gather needs a process group"):
+        HeadShard(KdaShape(2, 4), 0, 2).gather(torch.zeros(1, 2))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_gather_needs_the_ranks_of_the_world() -> None:
+    x = torch.randn(2, 4)
+    assert torch.equal(HeadShard(KdaShape(2, 4), 0, 1).gather(x), x)
+    for rank in (0, 1):
+        shard = HeadShard(KdaShape(2, 4), rank, 2)
+        for gather in (shard.gather, shard.gather_packed):
+            with pytest.raises(ValueError, match=f"group must have the 2 ranks .* rank {rank}; got rank 0 of 1"):
+                gather(x)
 
 
 def round_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,6 +209,29 @@ class TestCopy:
         with pytest.raises((TypeError, ValueError), match="slot must be"):
             pool.import_slot(slot, pool.export_slot(0))
         assert same(pool, before)
+
+
+def test_numpys_integers_are_slots_and_sizes() -> None:
+    number = np.int64
+    sizes = {"num_layers": LAYERS, "num_slots": 4, "max_batch": 2, "draft_tokens": T, "ring_length": T}
+    pool = StatePool(SHAPE, mode="ring", **{name: number(size) for name, size in sizes.items()})
+    assert type(pool.num_slots) is int
+    assert type(pool.num_bytes) is int
+    expected = filled()
+    for own, other in ((pool.conv_state, expected.conv_state), (pool.ssm_state, expected.ssm_state)):
+        own.copy_(other)
+    for one, kind in ((pool, number), (expected, int)):
+        one.copy_slot(kind(2), kind(0))
+        one.import_slot(kind(3), one.export_slot(kind(0)))
+        run_round(one, [kind(3), 1], [1, 2], "reference")
+    assert same(pool, states(expected))
+    slots = pool.allocate(np.int32(2))
+    pool.free(np.array(slots))
+    pool.begin(torch.tensor([0]), number(1))
+    assert type(pool._current_round().draft_tokens) is int
+    for value in (torch.tensor(1), np.bool_(True), np.float64(1)):
+        with pytest.raises(TypeError, match=f"n must be an int, got {type(value).__name__}"):
+            SlotAllocator(4).allocate(value)
 
 
 class TestExport:

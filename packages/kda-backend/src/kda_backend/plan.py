@@ -128,8 +128,7 @@ class MemoryPlan:
 
         ``num_slots`` and ``max_batch`` of this plan are not looked at.
         """
-        check_int("budget_bytes", budget_bytes, 1)
-        check_int("spare_slots", spare_slots, 0)
+        budget_bytes, spare_slots = check_int("budget_bytes", budget_bytes, 1), check_int("spare_slots", spare_slots, 0)
         left = budget_bytes - self.error_bytes - self.kept_input_bytes - spare_slots * self.bytes_per_slot
         return max(0, left // self.bytes_per_request)
 
@@ -156,9 +155,8 @@ def memory_plan(
     """
     if not isinstance(shape, KdaShape):
         raise TypeError(f"shape must be a KdaShape, got {type(shape).__name__}")
-    sizes = {"num_layers": num_layers, "num_slots": num_slots, "max_batch": max_batch, "draft_tokens": draft_tokens}
-    for name, value in sizes.items():
-        check_int(name, value, 1)
+    num_layers, num_slots = check_int("num_layers", num_layers, 1), check_int("num_slots", num_slots, 1)
+    max_batch, draft_tokens = check_int("max_batch", max_batch, 1), check_int("draft_tokens", draft_tokens, 1)
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -166,7 +164,7 @@ def memory_plan(
     if ring_length is not None:
         if mode != "ring":
             raise ValueError(f"ring_length goes with mode='ring', got ring_length={ring_length} with mode={mode!r}")
-        check_int("ring_length", ring_length, 1)
+        ring_length = check_int("ring_length", ring_length, 1)
         if ring_length < draft_tokens:
             raise ValueError(
                 f"ring_length must be at least draft_tokens={draft_tokens}, got {ring_length}: "

@@ -59,9 +59,9 @@ class StatePool(SlotStorage):
             for chains and ragged batches. An engine that reuses one buffer for all layers cannot have it.
 
     Raises:
-        TypeError: a size is not an int, or ``fold_on_verify`` or ``compact_window`` not a bool.
-        ValueError: a size is below 1, the mode is unknown, the ring is shorter than the drafts, or ``fold_on_verify``
-            goes with no ring.
+        TypeError: a size is not an int, ``fold_on_verify`` or ``compact_window`` not a bool, or ``device`` no device.
+        ValueError: a size is below 1, the mode is unknown, the ring is shorter than the drafts, ``fold_on_verify``
+            goes with no ring, or torch cannot use the device.
     """
 
     def begin(
@@ -95,7 +95,7 @@ class StatePool(SlotStorage):
             raise ValueError(f"slots must be a 1-D int32 or int64 tensor, got {slots.dtype} of {list(slots.shape)}")
         if slots.shape[0] > self.max_batch:
             raise ValueError(f"slots must have at most max_batch={self.max_batch} entries, got {slots.shape[0]}")
-        check_int("draft_tokens", draft_tokens, 1, self.draft_tokens)
+        draft_tokens = check_int("draft_tokens", draft_tokens, 1, self.draft_tokens)
         for name, given in (("starts", starts), ("parents", parents)):
             if given is not None and not isinstance(given, torch.Tensor):
                 raise TypeError(f"{name} must be a Tensor or None, got {type(given).__name__}")
@@ -153,7 +153,7 @@ class StatePool(SlotStorage):
                 input does.
         """
         current = self._current_round()
-        check_int("layer", layer, 0, self.num_layers - 1)
+        layer = check_int("layer", layer, 0, self.num_layers - 1)
         if lane is None:
             choice = self.lane_choice(form, safe_gate=getattr(params, "lower_bound", None) is not None)
             lane, config = choice.lane, config or choice.launch
@@ -252,9 +252,9 @@ class StatePool(SlotStorage):
         given, missed = ("last_steps", "accept_lens") if current.parents is not None else ("accept_lens", "last_steps")
         ends = {"accept_lens": accept_lens, "last_steps": last_steps}
         if ends[given] is None or ends[missed] is not None:
-            raise ValueError(
-                f"commit of {'trees' if given == 'last_steps' else 'chains'} takes {given} and not {missed}"
-            )
+            got = " and ".join(name for name, ends_at in ends.items() if ends_at is not None) or "neither"
+            kind = "trees" if given == "last_steps" else "chains"
+            raise ValueError(f"commit of {kind} takes {given} and not {missed}, got {got}: see begin(parents=...)")
         commit_layers(
             self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
             draft_tokens=current.draft_tokens, last_steps=last_steps, starts=current.starts, parents=current.parents,

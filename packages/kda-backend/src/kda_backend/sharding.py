@@ -118,6 +118,10 @@ class HeadShard:
 
         For verify's output [B*T, HV_local, V] before the output projection. All ranks of the world must call it, with
         tensors of one shape and dtype. ``group`` is a `torch.distributed` process group, None the default one.
+
+        Raises:
+            RuntimeError: there is no process group.
+            ValueError: the group has another number of ranks than the world, or this rank another place in it.
         """
         return torch.cat(self._everyone(x, group), dim)
 
@@ -129,6 +133,14 @@ class HeadShard:
         """Every rank's tensor, in order. Bytes are moved as integers, whatever the library makes of 16-bit floats."""
         import torch.distributed as dist
 
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError("gather needs a process group: torch.distributed.init_process_group() comes first")
+        size, place = dist.get_world_size(group), dist.get_rank(group)
+        if (size, place) != (self.world, self.rank):
+            raise ValueError(
+                f"group must have the {self.world} ranks that the heads are split over, this one as rank {self.rank}; "
+                + ("got a group without this rank" if place < 0 else f"got rank {place} of {size}")
+            )
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather([part.view(torch.uint8) for part in parts], own.view(torch.uint8), group=group)

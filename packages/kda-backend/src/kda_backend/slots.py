@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,8 +42,7 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        check_int("num_slots", num_slots, 1)
-        self._num_slots = num_slots
+        self._num_slots = num_slots = check_int("num_slots", num_slots, 1)
         self._free = list(range(num_slots - 1, -1, -1))
         self._taken: set[int] = set()
 
@@ -62,7 +63,7 @@ class SlotAllocator:
             TypeError: ``n`` is not an int.
             ValueError: ``n`` is below 1.
         """
-        check_int("n", n, 1)
+        n = check_int("n", n, 1)
         if n > len(self._free):
             raise PoolExhausted(
                 f"asked for {n} slot(s), {len(self._free)} of {self._num_slots} are free: "
@@ -94,16 +95,22 @@ def slot_numbers(slots: Iterable[int], num_slots: int) -> list[int]:
     """``slots`` as a list, refused by name unless it holds ints within 0..num_slots-1."""
     if not isinstance(slots, Iterable):
         raise TypeError(f"slots must be slot numbers in a list or the like, got {type(slots).__name__}")
-    given = list(slots)
-    for slot in given:
-        check_int("slots", slot, 0, num_slots - 1)
-    return given
+    return [check_int("slots", slot, 0, num_slots - 1) for slot in slots]
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Refuse what is not an int (a bool is none) within ``low``..``high``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value``, an int or numpy's, as an int within ``low``..``high``.
+
+    A bool is none, nor is a tensor: reading one may wait for the device.
+
+    Raises:
+        TypeError, ValueError: it is not an int, or out of range.
+    """
+    if type(value) is not int:  # nearly always it is one, and each verify of a layer asks
+        if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        value = operator.index(value)
     if value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"within {low}..{high}"
         raise ValueError(f"{name} must be {allowed}, got {value}")
+    return value

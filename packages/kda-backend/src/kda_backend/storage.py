@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from kda_backend.devices import usable_device
 from kda_backend.plan import memory_plan
 from kda_backend.rounds import Round
 from kda_backend.slots import SlotAllocator, SlotState, check_int, slot_numbers
@@ -47,8 +48,9 @@ class SlotStorage:
             compact_window,
         )  # fmt: skip
         self.shape, self.mode, self.dtype = shape, mode, dtype
-        self.num_layers, self.num_slots = num_layers, num_slots
-        self.max_batch, self.draft_tokens = max_batch, draft_tokens
+        self.num_layers, self.num_slots = num_layers, num_slots = self.plan.num_layers, self.plan.num_slots
+        self.max_batch, self.draft_tokens = max_batch, draft_tokens = self.plan.max_batch, self.plan.draft_tokens
+        device = usable_device(device)
         # Ordinary tensors, also where the engine builds its pool in inference mode: those can be updated in any mode.
         with torch.inference_mode(False):
             self.state = LayerState.allocate(
@@ -169,8 +171,7 @@ class SlotStorage:
             TypeError, ValueError: a slot is not an int, or not in the pool.
         """
         self._need_no_round("copy_slot")
-        check_int("src", src, 0, self.num_slots - 1)
-        check_int("dst", dst, 0, self.num_slots - 1)
+        src, dst = check_int("src", src, 0, self.num_slots - 1), check_int("dst", dst, 0, self.num_slots - 1)
         self.flush([src])
         for own in (self.conv_state, self.ssm_state):
             own[:, dst] = own[:, src]
@@ -184,7 +185,7 @@ class SlotStorage:
             TypeError, ValueError: the slot is not an int, or not in the pool.
         """
         self._need_no_round("export_slot")
-        check_int("slot", slot, 0, self.num_slots - 1)
+        slot = check_int("slot", slot, 0, self.num_slots - 1)
         self.flush([slot])
         return SlotState(self.conv_state[:, slot].clone(), self.ssm_state[:, slot].clone())
 
@@ -209,13 +210,13 @@ class SlotStorage:
 
         Raises:
             RuntimeError: a round is open, whose commit would fold its drafts onto the new state; see `abandon`.
-            ValueError: the slot is not in the pool, or a tensor's shape or dtype differs.
+            ValueError: the slot is not in the pool, or a tensor's shape or dtype differs, or it has no values.
             TypeError: the slot is not an int, or a state is not a tensor.
 
         The pool is unchanged by a refused call.
         """
         self._need_no_round("load_slot")
-        check_int("slot", slot, 0, self.num_slots - 1)
+        slot = check_int("slot", slot, 0, self.num_slots - 1)
         pairs = (("conv_state", conv_state, self.conv_state), ("ssm_state", ssm_state, self.ssm_state))
         for name, given, own in pairs:
             if not isinstance(given, torch.Tensor):
@@ -227,6 +228,8 @@ class SlotStorage:
                 raise ValueError(f"{name} must be {own.dtype}, got {given.dtype}")
             if given.layout != torch.strided:
                 raise ValueError(f"{name} must be dense, got layout {given.layout}: pass its to_dense()")
+            if given.is_meta and not own.is_meta:
+                raise ValueError(f"{name} must have values, got a tensor on device 'meta': pass one on a real device")
         moved = [given.detach().to(self.device) for _, given, _ in pairs]
         for (_, _, own), given in zip(pairs, moved, strict=True):
             own[:, slot] = given
