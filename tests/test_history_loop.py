@@ -220,6 +220,32 @@ def test_cells_without_evidence_at_the_newest_commit_stay(repository: Repository
     assert "not measured at the newest commit" in changes[0]["why"]
 
 
+NEXT = {"gpu": GPU, "torch": "2.11.0", "triton": "3.7.1"}
+
+
+def test_runs_of_two_versions_are_no_row_of_losses(repository: Repository, table: Path) -> None:
+    always = figures(range(99))
+    repository.history(2, always)
+    repository.history(1, always, measured=NEXT)
+    changes = as_json("gate", "tighten", table, "--results", repository.results, code=0)["changes"]
+    assert [one["why"].partition(",")[0] for one in changes] == ["loses in its newest 1 runs"] * 2
+    repository.history(2, always, measured=NEXT)
+    changes = as_json("gate", "tighten", table, "--results", repository.results, code=1)["changes"]
+    assert [[one["commit"] for one in change["runs"]] for change in changes] == [repository.commits[2:]] * 2
+
+
+def test_passes_of_two_versions_reopen_nothing_and_two_of_one_do(repository: Repository, table: Path) -> None:
+    """The commit that closed the cells was measured with the older versions."""
+    repository.history(8, figures(range(7, 8)))
+    run("gate", "tighten", table, "--results", repository.results, "--apply", code=1)
+    repository.history(1, figures(range(0)))
+    repository.history(1, figures(range(0)), measured=NEXT)
+    assert run("gate", "loosen", table, "--results", repository.results, code=0).count("1 of 2 runs in a row") == 2
+    repository.history(1, figures(range(0)), measured=NEXT)
+    changes = as_json("gate", "loosen", table, "--results", repository.results, code=1)["changes"]
+    assert [one["action"] for one in changes] == ["reopened"] * 2
+
+
 def test_another_gpu_s_history_says_nothing(repository: Repository, table: Path) -> None:
     other = {"gpu": "NVIDIA H100", "torch": "2.11.0"}
     repository.history(8, figures(range(7, 8)), machine="NVIDIA_H100", measured=other)

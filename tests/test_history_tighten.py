@@ -35,9 +35,9 @@ STREAKS = st.lists(st.tuples(RATIOS, st.integers(1, 5)), min_size=1, max_size=4)
 """(fused over unfused, for how many commits)."""
 
 
-def run_of(commit: str, ratios: dict[tuple[str, str], float | None], gpu: str) -> Run:
+def run_of(commit: str, ratios: dict[tuple[str, str], float | None], gpu: str, triton: str) -> Run:
     """Unfused takes 10 us; fused that times the ratio."""
-    run = Run("m", gpu, (("torch", "2"),), commit, float(int(commit[:2], 16)))
+    run = Run("m", gpu, (("triton", triton),), commit, float(int(commit[:2], 16)))
     for (t, b), ratio in ratios.items():
         fused = None if ratio is None else 10 * ratio
         for lane, us in zip(LANES, (10.0, fused), strict=True):
@@ -52,7 +52,7 @@ def reports(draw: st.DrawFn) -> Report:
     levels = {place: [ratio for ratio, length in draw(STREAKS) for _ in range(length)] for place in sorted(measured)}
     runs = [
         run_of(commit, {place: levels[place][number % len(levels[place])] for place in levels},
-               draw(st.sampled_from([GPU] * 9 + ["else"])))
+               draw(st.sampled_from([GPU] * 9 + ["else"])), draw(st.sampled_from(["3.6"] * 9 + ["3.7"])))
         for number, commit in enumerate(COMMITS[:count])
     ]  # fmt: skip
     return find_regressions(History(runs, DESCRIBED, [], "git"))
@@ -89,6 +89,8 @@ def check(revision: Revision, report: Report) -> None:
         assert (old != new) == (old.key in changed)
         if old != new:
             assert known[old.key].points[-1].commit == mine[-1].commit
+    like_the_newest = {run.commit for run in mine if run.versions == mine[-1].versions}
+    assert all(point.commit in like_the_newest for one in revision.changes for point in one.points)
     assert not after.doubts
     assert bool(revision.diff("x")) == bool(changed)
     assert sum(line.startswith("+ ") for line in revision.diff("x").splitlines()) == len(changed)

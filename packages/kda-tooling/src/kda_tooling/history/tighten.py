@@ -105,29 +105,26 @@ class Revision:
 
 
 def evidence(table: Table, report: Report) -> dict[CellKey, Evidence]:
-    """Gate cell -> what the history has of it, for the cells of this table that it has anything of."""
+    """Gate cell -> what the history has of it, for the cells of this table that it has anything of.
+
+    Of the GPU's runs, those of the newest's versions: with another Triton or driver the kernels are others, and runs
+    of both are neither a row of losses nor two passes.
+    """
     history = report.history
-    places = _positions(history)
+    places = history.places()
     slower = {
         (one.machine, one.versions, one.name): one.window for one in report.findings if one.status == REGRESSION
     }  # fmt: skip
     found: dict[CellKey, Evidence] = {}
-    for runs in history.machines().values():
-        runs = [run for run in runs if of_machine(table, run.machine, run.gpu)]
-        for run in runs:
-            lanes = _lanes(table, history, run)
-            for key, (unfused, fused) in lanes.items():
-                name, us = fused
-                regressed = slower.get((run.machine, run.versions, name), 0)
-                one = found.setdefault(key, Evidence([], f"asv {run.machine} {name.benchmark}", regressed))
-                point = Point(run.commit, places[run.commit], unfused[1], us)
-                kept = [old for old in one.points if old.commit != run.commit]
-                found[key] = replace(one, points=[*kept, point], regressed=regressed)
+    runs = [run for run in history.runs if of_machine(table, run.machine, run.gpu)]
+    for run in [run for run in runs if run.versions == runs[-1].versions]:
+        for key, (unfused, (name, us)) in _lanes(table, history, run).items():
+            regressed = slower.get((run.machine, run.versions, name), 0)
+            one = found.setdefault(key, Evidence([], f"asv {run.machine} {name.benchmark}", regressed))
+            point = Point(run.commit, places[run.commit], unfused[1], us)
+            kept = [old for old in one.points if old.commit != run.commit]
+            found[key] = replace(one, points=[*kept, point], regressed=regressed)
     return found
-
-
-def _positions(history: History) -> dict[str, int]:
-    return {commit: index for index, commit in enumerate(dict.fromkeys(run.commit for run in history.runs))}
 
 
 def _lanes(table: Table, history: History, run: Run) -> dict[CellKey, tuple[Measured, Measured]]:
@@ -188,11 +185,12 @@ def loosen(table: Table, report: Report) -> Revision:
 
     Arguments as `tighten`.
     """
+    places = report.history.places()
 
     def reopen(cell: Cell, known: Evidence) -> tuple[Cell, Change] | str | None:
         if cell.closed is None:
             return None
-        at = [point.position for point in known.points if point.commit.startswith(cell.closed.commits[-1])]
+        at = [place for commit, place in places.items() if commit.startswith(cell.closed.commits[-1])]
         if not at:
             return f"the history has no run of {cell.closed.commits[-1]}, the commit that closed it"
         later = [point for point in known.points if point.position > at[-1]]
@@ -213,7 +211,7 @@ def _revised(
 ) -> Revision:
     """The table with ``rule`` on every cell of which the history's newest run of this GPU has both lanes."""
     known = evidence(table, report)
-    places = _positions(report.history)
+    places = report.history.places()
     newest = max(
         (places[run.commit] for run in report.history.runs if of_machine(table, run.machine, run.gpu)), default=-1
     )
