@@ -244,7 +244,7 @@ def dashboard_test(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def nightly(session: nox.Session) -> None:
-    """What follows a measurement: `-- merge FOLDER`, `-- issues`, `-- tighten`; `--apply` writes elsewhere."""
+    """What follows a measurement, `--apply` for good: `-- merge FOLDER`, `-- issues`, `-- tighten`, `-- loosen`."""
     DevEnvironment.python(session, "-m", "benchmarks.nightly", *session.posargs)
 
 

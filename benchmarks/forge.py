@@ -112,8 +112,7 @@ class Forge:
 
     def issue(self, marker: str, title: str, body: str, label: str) -> None:
         """Open an issue, or update the open one whose text holds ``marker``."""
-        found = self._open("issue", "--label", label, "--limit", "1000")
-        known = next((one for one in found if marker in (one["body"] or "")), None)
+        known = next((one for one in self.open_issues(label) if marker in (one["body"] or "")), None)
         text = f"{body}\n\n{marker}\n"
         if known is not None and known["body"].strip() == text.strip() and known["title"] == title:
             sys.stdout.write(f"issue {known['number']} says it already: {title}\n")
@@ -123,6 +122,21 @@ class Forge:
         elif self.would(f"open an issue: {title}"):
             self.gh("label", "create", label, "--force", "--description", "Found by the performance history")
             self.gh("issue", "create", "--title", title, "--label", label, "--body-file", "-", given=text)
+
+    def open_issues(self, label: str) -> list[dict[str, Any]]:
+        """Number, title and body of every open issue with the label; none in a dry run."""
+        return self._open("issue", "--label", label, "--limit", "1000")
+
+    def close_issue(self, number: int, title: str, comment: str) -> None:
+        """Close an issue with a comment."""
+        if self.would(f"close issue {number}: {title}"):
+            self.gh("issue", "close", str(number), "--comment", comment)
+
+    def close_pull_request(self, branch: str, comment: str) -> None:
+        """Close the open pull request of the branch, if there is one, with a comment; the branch stays."""
+        for one in self._open("pr", "--head", branch):
+            if self.would(f"close pull request {one['number']}: {one['title']}"):
+                self.gh("pr", "close", str(one["number"]), "--comment", comment)
 
     def pull_request(self, branch: str, title: str, body: str) -> None:
         """Open a pull request of the branch into main, or update the open one."""

@@ -1,4 +1,4 @@
-"""What follows the nightly measurement: ``python -m benchmarks.nightly merge | issues | tighten``.
+"""What follows the nightly measurement: ``python -m benchmarks.nightly merge | issues | tighten | loosen``.
 
 Each step can be run by hand. Without --apply nothing outside the checkout is written; what would be is said.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .asv_runs import ROOT
 from .forge import Forge
@@ -22,7 +23,34 @@ from .store import RESULTS, replay
 BRANCH = "performance-results"
 """The branch that holds the results of every night, and nothing else."""
 
-TIGHTENED = "gate-tightened"
+
+class Proposal(NamedTuple):
+    """The pull request of a `kda gate` command's changes.
+
+    Args:
+        branch: its branch, for nothing else.
+        title: also the commit's message.
+        why: how its text begins.
+    """
+
+    branch: str
+    title: str
+    why: str
+
+
+PROPOSALS = {
+    "tighten": Proposal(
+        "gate-tightened", "Gate: unfused where fused got slower",
+        "By `kda gate tighten` on the performance history. `kda tune`, or two winning nights (`kda gate loosen`), "
+        "reopen the cells.",
+    ),
+    "loosen": Proposal(
+        "gate-loosened", "Gate: fused again where it won twice",
+        "By `kda gate loosen` on the performance history: the newest two runs win by the table's margin.",
+    ),
+}  # fmt: skip
+"""Command of `kda gate` -> its pull request."""
+
 LABEL = "performance"
 TABLES = Path("packages/kda-backend/src/kda_backend/gate/tables")
 MOST_BEHIND = 7
@@ -30,6 +58,9 @@ MOST_BEHIND = 7
 
 SHOWN = 100
 """Cells that an issue lists; its text has a limit."""
+
+STATED = re.compile(r"<!-- cells: (.*) -->")
+"""In an issue's text: its listed cells with the figures that they are to come back to, as JSON."""
 
 
 class NightlyError(RuntimeError):
@@ -76,8 +107,24 @@ def kda(*arguments: str, accepted: tuple[int, ...] = (0, 1)) -> int:
     return done.returncode
 
 
+def _look_at(problems: list[dict[str, Any]]) -> None:
+    """Raises `NightlyError` where a file of the history could not be used: what can be done is done by then."""
+    for problem in problems:
+        sys.stderr.write(f"unusable: {problem['file']}: {problem['message']}\n")
+    if problems:
+        count = f"{len(problems)} file{'s' * (len(problems) > 1)}"
+        raise NightlyError(f"{count} of the history could not be used, or not whole; the rest was, and all of it done")
+
+
 def issues(forge: Forge, results: Path) -> int:
-    """Open or update one issue per benchmark and machine that got slower or was lost; returns their number."""
+    """Open or update one issue per benchmark and machine that got slower or was lost; close those that recovered.
+
+    Returns:
+        How many benchmarks got slower or were lost.
+
+    Raises:
+        NightlyError: there is no history; or, with all done, some file of it could not be used.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report, page = Path(folder, "report.json"), Path(folder, "report.md")
         # exit code 2 without a regression: some file is broken, which the report names
@@ -91,20 +138,65 @@ def issues(forge: Forge, results: Path) -> int:
             with Path(summary).open("a", encoding="utf-8") as file:
                 file.write(page.read_text(encoding="utf-8"))
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    every: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for cell in found["cells"]:
+        every.setdefault((cell["machine"], cell["benchmark"]), []).append(cell)
         if cell["status"] in ("regression", "lost"):
             groups.setdefault((cell["status"], cell["machine"], cell["benchmark"]), []).append(cell)
     for (status, machine, benchmark), cells in groups.items():
         what = "Slower" if status == "regression" else "Lost"
         count = f"{len(cells)} cell{'s' * (len(cells) > 1)}"
-        forge.issue(
-            f"<!-- kda regressions: {status} {machine} {benchmark} -->", f"{what}: {benchmark} on {machine}, {count}",
-            body_of(status, cells), LABEL,
-        )  # fmt: skip
-    for problem in found["problems"]:
-        sys.stderr.write(f"unusable: {problem['file']}: {problem['message']}\n")
+        title = f"{what}: {benchmark} on {machine}, {count}"
+        forge.issue(_marker(status, machine, benchmark), title, body_of(status, cells), LABEL)
+    gone = {_marker(status, *place): (status, place) for status in ("regression", "lost") for place in every
+            if (status, *place) not in groups}  # fmt: skip
+    for issue in forge.open_issues(LABEL):
+        for marker, (status, place) in gone.items():
+            if marker in (issue["body"] or ""):
+                _close(forge, issue, status, every[place], found["machines"][place[0]]["newest"][:12])
     sys.stdout.write(f"{len(groups)} benchmarks got slower or were lost\n")
+    _look_at(found["problems"])
     return len(groups)
+
+
+def _marker(status: str, machine: str, benchmark: str) -> str:
+    return f"<!-- kda regressions: {status} {machine} {benchmark} -->"
+
+
+def _close(forge: Forge, issue: dict[str, Any], status: str, cells: list[dict[str, Any]], newest: str) -> None:
+    """Close the issue where every cell that it states recovered; else say that it stays."""
+    back = recovered(issue["body"], status, cells)
+    if back is None:
+        sys.stdout.write(f"issue {issue['number']} stays: not all its cells are back where they were\n")
+        return
+    lines = [f"Recovered at {newest}:", "", "| cell | before | now |", "|---|---|---|"]
+    for cell, before in back:
+        figures = [f"{_shown(one)} {cell['unit']}".strip() for one in (before, cell["after"])]
+        now = figures[1] if status == "regression" or cell["after"] is not None else f"measured; {cell['status']}"
+        lines.append(_row([_named(cell), figures[0], now]))
+    forge.close_issue(issue["number"], issue["title"], "\n".join(lines) + "\n")
+
+
+def recovered(body: str, status: str, cells: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float | None]] | None:
+    """(cell, value that the issue states from before) of an issue's cells; None where one is not as it was.
+
+    A slower one must be judged, and at most the threshold above what it was when the issue was renewed last: a
+    regression that is left alone becomes the baseline, which is no recovery. A lost one must be measured.
+    """
+    said = STATED.search(body)
+    by_name = {_named(cell): cell for cell in cells}
+    found = []
+    try:
+        for name, before, threshold in [] if said is None else json.loads(said[1]):
+            cell = by_name.get(name)
+            if cell is None or cell["status"] == status:
+                return None
+            if status == "regression" and (cell["after"] is None or cell["after"] > before * threshold):
+                return None
+            found.append((cell, before))
+    except (ValueError, TypeError):  # somebody edited it
+        return None
+    return found or None
 
 
 def body_of(status: str, cells: list[dict[str, Any]]) -> str:
@@ -113,66 +205,85 @@ def body_of(status: str, cells: list[dict[str, Any]]) -> str:
     columns = ["cell", *figures, "commits"] if status == "regression" else ["cell", "why"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for cell in cells[:SHOWN]:
-        name = ", ".join(f"{key}={value}" for key, value in cell["cell"].items())
+        name = _named(cell)
         if status == "regression":
             shown = [_shown(cell[key]) for key in figures]
             row = [name, *(f"{one} {cell['unit']}".strip() for one in shown[:2]), *shown[2:],
                    "..".join(dict.fromkeys(one[:12] for one in cell["commits"]))]  # fmt: skip
         else:
             row = [name, str(cell["said"])]
-        lines.append("| " + " | ".join(one.replace("|", "\\|").replace("\n", " ") for one in row) + " |")
+        lines.append(_row(row))
     rest = [f"and {len(cells) - SHOWN} more"] if len(cells) > SHOWN else []
     end = "Found by `kda regressions`; `docs/regressions.md` says how, `docs/measuring.md` how it is measured."
-    return "\n".join([*lines, *rest, "", end])
+    stated = json.dumps([(_named(cell), cell["before"], cell["threshold"]) for cell in cells[:SHOWN]])
+    stated = stated.replace(">", "\\u003e")  # the end of a comment is none in JSON
+    return "\n".join([*lines, *rest, "", end, "", f"<!-- cells: {stated} -->"])
+
+
+def _named(cell: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in cell["cell"].items())
+
+
+def _row(texts: list[str]) -> str:
+    return "| " + " | ".join(one.replace("|", "\\|").replace("\n", " ") for one in texts) + " |"
 
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def tighten(forge: Forge, results: Path) -> int:
-    """Close the cells of every packaged table that the history shows to lose, as a pull request.
+def revise(forge: Forge, results: Path, command: str) -> int:
+    """`kda gate tighten` or ``loosen`` on every packaged table, as a pull request; closes one that holds no longer.
 
     Returns:
         How many tables changed.
+
+    Raises:
+        NightlyError: a table or the history cannot be used; or, with all done, some file of the history could not.
     """
     tables = sorted((forge.checkout / TABLES).glob("*.json"))
-    changed, texts = [], []
+    changed, texts, undecided = [], [], False
+    problems: dict[tuple[str, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copies = Path(folder, TABLES)
         copies.mkdir(parents=True)
         for table in tables:
             copy, report = Path(shutil.copy(table, copies)), Path(folder, "report.json")
             report.unlink(missing_ok=True)
-            kda("gate", "tighten", str(copy), "--results", str(results), "--repo", str(forge.checkout), "--apply",
+            kda("gate", command, str(copy), "--results", str(results), "--repo", str(forge.checkout), "--apply",
                 "--json", str(report), accepted=(0, 1, 2))  # fmt: skip
             if not report.is_file():
-                raise NightlyError(f"kda gate tighten could not use {table.name} or {results}; it has said why")
+                raise NightlyError(f"kda gate {command} could not use {table.name} or {results}; it has said why")
             found = json.loads(report.read_text(encoding="utf-8"))
+            problems |= {(one["file"], one["message"]): one for one in found["problems"]}
+            undecided |= any(not one["judged"] for one in found["changes"])
             if found["applied"]:
                 changed.append(table)
                 texts.append(f"`{table.name}`\n\n```diff\n{found['diff'].strip()}\n```")
         if changed:
-            _propose(forge, Path(folder), changed, texts)
+            _propose(forge, PROPOSALS[command], Path(folder), changed, texts)
+        elif not undecided:
+            said = f"By the history at {forge.git('rev-parse', '--short=12', 'HEAD')}, `kda gate {command}` "
+            forge.close_pull_request(PROPOSALS[command].branch, said + "changes nothing: this is out of date.")
     sys.stdout.write(f"{len(changed)} of {len(tables)} tables change\n")
+    _look_at(list(problems.values()))
     return len(changed)
 
 
-def _propose(forge: Forge, files: Path, changed: list[Path], texts: list[str]) -> None:
-    title = "Gate: unfused where fused got slower"
+def _propose(forge: Forge, proposal: Proposal, files: Path, changed: list[Path], texts: list[str]) -> None:
+    branch, title, why = proposal
     head = forge.git("rev-parse", "HEAD")
     paths = [str(TABLES / table.name) for table in changed]
     commit = forge.commit(files, paths, head, head, title)
-    if forge.same_files(commit, forge.tip(TIGHTENED)):
-        sys.stdout.write(f"{TIGHTENED} has it already\n")
-    elif forge.would(f"push {commit[:12]} to {TIGHTENED}"):
-        forge.push(commit, TIGHTENED, force=True)
-    body = "By `kda gate tighten` on the performance history. `kda tune` or two winning nights reopen the cells.\n\n"
-    forge.pull_request(TIGHTENED, title, body + "\n\n".join(texts) + "\n")
+    if forge.same_files(commit, forge.tip(branch)):
+        sys.stdout.write(f"{branch} has it already\n")
+    elif forge.would(f"push {commit[:12]} to {branch}"):
+        forge.push(commit, branch, force=True)
+    forge.pull_request(branch, title, "\n\n".join([why, *texts]) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command; exits with a message where a step cannot be done, and with 1 where a file could not be stored."""
+    """The command; exits with 1 and a message where a step cannot be done, or a file not be stored or used."""
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--results", type=Path, default=Path("history"), help="folder of the gathered results")
     shared.add_argument("--apply", action="store_true", help="push, open issues and pull requests")
@@ -180,8 +291,9 @@ def main(arguments: list[str] | None = None) -> None:
     steps = parser.add_subparsers(dest="step", required=True)
     merging = steps.add_parser("merge", parents=[shared], help="add measured files to the results branch")
     merging.add_argument("measured", type=Path, help="folder of JSON files that nox -s bench -- --keep wrote")
-    steps.add_parser("issues", parents=[shared], help="open or update one issue per regression")
-    steps.add_parser("tighten", parents=[shared], help="propose tightened gate tables as a pull request")
+    steps.add_parser("issues", parents=[shared], help="open or update one issue per regression, close what recovered")
+    for command, closes in (("tighten", "close cells that lose"), ("loosen", "reopen closed cells that win again")):
+        steps.add_parser(command, parents=[shared], help=f"{closes}, in the gate tables, as a pull request")
     given = parser.parse_args(arguments)
     forge, results = Forge(ROOT, given.apply), given.results.resolve()
     unusable: list[str] = []
@@ -191,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif given.step == "issues":
             issues(forge, results)
         else:
-            tighten(forge, results)
+            revise(forge, results, given.step)
     except subprocess.CalledProcessError as error:
         sys.exit(f"benchmarks.nightly: {' '.join(map(str, error.cmd[:3]))} failed; what it said is above")
     except (NightlyError, ValueError, OSError) as error:

@@ -28,7 +28,10 @@ kind, action, *rest = sys.argv[1:]
 option = lambda name: rest[rest.index(name) + 1] if name in rest else None
 known["calls"].append(f"{{kind}} {{action}}")
 if action == "list":
-    print(json.dumps([one for one in known[kind] if option("--head") in (None, one.get("head"))]))
+    found = [one for one in known[kind] if "closed" not in one]
+    print(json.dumps([one for one in found if option("--head") in (None, one.get("head"))]))
+elif action == "close":
+    known[kind][int(rest[0]) - 1]["closed"] = option("--comment")
 elif action == "create" and kind != "label":
     known[kind].append({{"number": len(known[kind]) + 1, "title": option("--title"), "body": sys.stdin.read(),
                          "head": option("--head")}})
@@ -111,7 +114,93 @@ def test_one_issue_per_benchmark_that_got_slower(
 def test_without_regressions_there_is_no_issue(repository: Repository, gh: Gh) -> None:
     repository.history(8, lambda place, number: 10.0 * wobble(number, place))
     assert nightly.issues(Forge(repository.folder, apply=True), repository.results) == 0
-    assert gh["calls"] == []
+    assert gh["calls"] == ["issue list"]
+
+
+def test_an_issue_closes_when_its_cells_are_back(
+    repository: Repository, gh: Gh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.history(8, slower)
+    forge = Forge(repository.folder, apply=True)
+    nightly.issues(forge, repository.results)
+    repository.history(1, lambda place, number: slower(place, 0))
+    nightly.issues(Forge(repository.folder, apply=False), repository.results)
+    assert "closed" not in gh["issue"][0], "a dry run closes nothing"
+    assert nightly.issues(forge, repository.results) == 0
+    (issue,) = gh["issue"]
+    assert issue["closed"].startswith(f"Recovered at {repository.commits[8][:12]}:\n\n| cell | before | now |")
+    assert "| lane=fused+ring, T=4, B=1 | 8.5" in issue["closed"]
+    assert "close issue 1: Slower: " in capsys.readouterr().out
+    nightly.issues(forge, repository.results)
+    assert gh["calls"].count("issue close") == 1
+
+
+def test_a_regression_that_became_the_baseline_is_no_recovery(
+    repository: Repository, gh: Gh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.history(8, slower)
+    forge = Forge(repository.folder, apply=True)
+    nightly.issues(forge, repository.results)
+    repository.history(30, slower)
+    assert nightly.issues(forge, repository.results) == 0
+    assert "closed" not in gh["issue"][0]
+    assert "issue 1 stays: not all its cells are back where they were" in capsys.readouterr().out
+
+
+def test_a_new_triton_is_no_recovery(repository: Repository, gh: Gh) -> None:
+    repository.history(8, slower)
+    forge = Forge(repository.folder, apply=True)
+    nightly.issues(forge, repository.results)
+    repository.history(1, lambda place, number: slower(place, 0), measured={"gpu": "NVIDIA H200", "triton": "3.7.1"})
+    assert nightly.issues(forge, repository.results) == 0
+    assert "closed" not in gh["issue"][0]
+
+
+def test_a_lost_cell_s_issue_closes_when_it_is_measured_again(repository: Repository, gh: Gh) -> None:
+    repository.history(3, lambda place, number: None if number == 2 and place[2] == 1 else 10.0)
+    forge = Forge(repository.folder, apply=True)
+    assert nightly.issues(forge, repository.results) == 1
+    repository.history(1, lambda place, number: None if place == ("fused+ring", 4, 1) else 10.0)
+    assert nightly.issues(forge, repository.results) == 1
+    assert "closed" not in gh["issue"][0]
+    repository.history(1, lambda place, number: 10.0)
+    assert nightly.issues(forge, repository.results) == 0
+    (issue,) = gh["issue"]
+    assert "| lane=fused+ring, T=4, B=1 | - us | measured; not judged |" in issue["closed"]
+
+
+@pytest.mark.parametrize("text", ["", "<!-- cells: [ -->", "<!-- cells: 7 -->", "<!-- cells: [[1]] -->"])
+def test_an_issue_that_somebody_edited_stays(text: str, repository: Repository) -> None:
+    assert nightly.recovered(text, "regression", []) is None
+
+
+def test_what_an_issue_states_cannot_end_its_comment() -> None:
+    cell = {"cell": {"x": "--> @all"}, "unit": "", "before": 1.0, "threshold": 1.1, "said": "", "status": "fine",
+            "after": 1.0}  # fmt: skip
+    body = nightly.body_of("lost", [cell])
+    assert "@all" not in body.partition("<!-- cells")[2].partition("-->")[2]
+    assert nightly.recovered(body, "regression", [cell]) == [(cell, 1.0)]
+
+
+def broken(repository: Repository, number: int) -> Path:
+    path = repository.results / "NVIDIA_H200" / f"{repository.commits[number][:8]}-replay.json"
+    path.write_text("{")
+    return path
+
+
+@pytest.mark.parametrize("step", ["issues", "tighten", "loosen"])
+def test_a_broken_file_fails_the_step_that_has_done_its_work(
+    step: str, repository: Repository, gh: Gh, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table_in(repository)
+    repository.history(9, slower)
+    path = broken(repository, 3)
+    monkeypatch.setattr(nightly, "Forge", lambda _, apply: Forge(repository.folder, apply))
+    with pytest.raises(SystemExit) as stopped:
+        nightly.main([step, "--results", str(repository.results), "--apply"])
+    assert "1 file of the history could not be used" in str(stopped.value)
+    assert f"unusable: {path}" in capsys.readouterr().err
+    assert len(gh["issue"] + gh["pr"]) == (step != "loosen")
 
 
 def test_a_lost_cell_has_an_issue_of_its_own(repository: Repository, gh: Gh) -> None:
@@ -152,20 +241,20 @@ def test_the_tightened_table_is_a_pull_request(
     table = table_in(repository)
     before = table.read_text()
     repository.history(8, slower)
-    assert nightly.tighten(Forge(repository.folder, apply=False), repository.results) == 1
+    assert nightly.revise(Forge(repository.folder, apply=False), repository.results, "tighten") == 1
     assert "--apply would: open a pull request" in capsys.readouterr().out
     assert gh["calls"] == []
     assert repository._git("ls-remote", "origin") == ""
 
     for _ in range(2):
-        assert nightly.tighten(Forge(repository.folder, apply=True), repository.results) == 1
+        assert nightly.revise(Forge(repository.folder, apply=True), repository.results, "tighten") == 1
     (request,) = gh["pr"]
-    assert request["head"] == nightly.TIGHTENED
+    assert request["head"] == "gate-tightened"
     assert "```diff" in request["body"]
     assert table.name in request["body"]
     assert table.read_text() == before, "the checkout stays as it is"
     assert repository._git("status", "--porcelain", "--untracked-files=no") == ""
-    repository._git("fetch", "--quiet", "origin", nightly.TIGHTENED)
+    repository._git("fetch", "--quiet", "origin", "gate-tightened")
     assert repository._git("diff", "--name-only", "HEAD", "FETCH_HEAD") == str(nightly.TABLES / table.name)
     assert repository._git("rev-parse", "FETCH_HEAD^") == repository.commits[-1]
     assert "has it already" in capsys.readouterr().out
@@ -174,9 +263,48 @@ def test_the_tightened_table_is_a_pull_request(
 def test_a_table_that_holds_is_left(repository: Repository, gh: Gh) -> None:
     table_in(repository)
     repository.history(8, lambda place, number: 10.0 * place[2] * (0.85 if place[0] == "fused+ring" else 1))
-    assert nightly.tighten(Forge(repository.folder, apply=True), repository.results) == 0
-    assert gh["calls"] == []
+    assert nightly.revise(Forge(repository.folder, apply=True), repository.results, "tighten") == 0
+    assert gh["calls"] == ["pr list"]
     assert repository._git("ls-remote", "origin") == ""
+
+
+def test_a_pull_request_that_the_history_no_longer_shows_is_closed(
+    repository: Repository, gh: Gh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table_in(repository)
+    repository.history(8, slower)
+    forge = Forge(repository.folder, apply=True)
+    nightly.revise(forge, repository.results, "tighten")
+    repository.history(1, lambda place, number: None if place == ("fused+ring", 4, 1) else slower(place, 0))
+    assert nightly.revise(forge, repository.results, "tighten") == 0
+    assert "closed" not in gh["pr"][0], "its cell was not measured: nothing is known of it"
+    repository.history(1, lambda place, number: slower(place, 0))
+    assert nightly.revise(Forge(repository.folder, apply=False), repository.results, "tighten") == 0
+    assert "closed" not in gh["pr"][0], "a dry run closes nothing"
+    assert nightly.revise(forge, repository.results, "tighten") == 0
+    assert gh["pr"][0]["closed"] == (
+        f"By the history at {repository.commits[9][:12]}, `kda gate tighten` changes nothing: this is out of date."
+    )
+    assert "close pull request 1: Gate: unfused where fused got slower" in capsys.readouterr().out
+
+
+def test_two_winning_nights_reopen_the_cells(repository: Repository, gh: Gh) -> None:
+    table = table_in(repository)
+    repository.history(8, slower)
+    forge = Forge(repository.folder, apply=True)
+    nightly.revise(forge, repository.results, "tighten")
+    repository._git("fetch", "--quiet", "origin", "gate-tightened")
+    repository._git("reset", "--quiet", "--hard", "FETCH_HEAD")  # merged
+    repository._tip = repository._git("rev-parse", "HEAD")
+    repository.history(1, lambda place, number: slower(place, 0))
+    assert nightly.revise(forge, repository.results, "loosen") == 0
+    repository.history(1, lambda place, number: slower(place, 0))
+    assert nightly.revise(forge, repository.results, "loosen") == 1
+    request = gh["pr"][-1]
+    assert (request["head"], request["title"]) == ("gate-loosened", "Gate: fused again where it won twice")
+    repository._git("fetch", "--quiet", "origin", "gate-loosened")
+    assert '"closed"' in table.read_text()
+    assert '"closed"' not in repository._git("show", f"FETCH_HEAD:{nightly.TABLES / table.name}")
 
 
 @pytest.fixture

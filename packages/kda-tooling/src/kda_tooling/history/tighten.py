@@ -66,19 +66,21 @@ class Change:
         action: "closed", "reopened" or "left".
         why: in words.
         points: runs that decided.
+        judged: False where the newest run does not have the cell, so that nothing was decided.
     """
 
     key: CellKey
     action: str
     why: str
     points: tuple[Point, ...] = ()
+    judged: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         key = self.key
         return {
             "gate": key.gate, "form": key.form, "mode": key.mode, "option": key.option, "T": key.draft_tokens,
-            "B": key.batch, "action": self.action, "why": self.why,
+            "B": key.batch, "action": self.action, "why": self.why, "judged": self.judged,
             "runs": [
                 {"commit": one.commit, "unfused_us": one.unfused_us, "fused_us": one.fused_us} for one in self.points
             ],
@@ -229,7 +231,8 @@ def _revised(
             changes.append(outcome[1])
         else:
             cells.append(cell)
-            changes += [Change(cell.key, "left", outcome)] if outcome else []
+            measured = about is not None and about.points[-1].position == newest
+            changes += [Change(cell.key, "left", outcome, judged=measured)] if outcome else []
     return Revision(table, replace(table, cells=tuple(cells)), changes)
 
 
