@@ -189,7 +189,7 @@ def recovered(body: str, status: str, cells: list[dict[str, Any]]) -> list[tuple
     try:
         for name, before, threshold in [] if said is None else json.loads(said[1]):
             cell = by_name.get(name)
-            if cell is None or cell["status"] == status:
+            if cell is None or cell["status"] == "lost":
                 return None
             if status == "regression" and (cell["after"] is None or cell["after"] > before * threshold):
                 return None

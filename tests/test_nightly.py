@@ -180,6 +180,9 @@ def test_what_an_issue_states_cannot_end_its_comment() -> None:
     body = nightly.body_of("lost", [cell])
     assert "@all" not in body.partition("<!-- cells")[2].partition("-->")[2]
     assert nightly.recovered(body, "regression", [cell]) == [(cell, 1.0)]
+    assert nightly.recovered(body, "regression", [cell | {"status": "lost"}]) is None, "its GPU is too far behind"
+    assert nightly.recovered(body, "regression", [cell | {"after": 1.11}]) is None
+    assert nightly.recovered(body, "lost", [cell | {"status": "lost"}]) is None
 
 
 def broken(repository: Repository, number: int) -> Path:
