@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from kda_backend import LANES, MODES, StatePool, lane_mode
+from kda_backend import LANES, MODES, StatePool, commit_layers, lane_mode
+from kda_backend import pool as pool_module
 from kda_kernels import KdaShape, LayerParams
 from tests.support.bits import assert_same_bits
 from tests.support.lifecycle import Lifecycle, Seeded
 from tests.support.marks import interpreter_only
 
+WITH_OPTIONS = [
+    pytest.param(lane, dict.fromkeys(options, True), id="+".join([lane, *options]))
+    for lane, *options in (
+        ("fused+ring", "fold_on_verify"), ("unfused+ring", "fold_on_verify", "compact_window"),
+        ("unfused+ring", "compact_window"), ("fused", "compact_window"),
+    )
+]  # fmt: skip
+"""Lane, and the options of a pool."""
+
 
 def drift(
-    lane: str, *, shape: KdaShape, layers: int, batch: int, draft_tokens: int, rounds: int, device: str, look: int
-) -> int:
+    lane: str, *, shape: KdaShape, layers: int, batch: int, draft_tokens: int, rounds: int, device: str, look: int,
+    fold_on_verify: bool = False, compact_window: bool = False,
+) -> int:  # fmt: skip
     """Decode with ``lane`` and one token at a time, compare every ``look`` rounds; the number of committed tokens."""
     generator, chosen = torch.Generator(device).manual_seed(1), random.Random(2)
 
@@ -34,11 +46,12 @@ def drift(
         )
         for _ in range(layers)
     ]  # fmt: skip
-    pool, plain = (
-        StatePool(shape, num_layers=layers, num_slots=batch + 1, max_batch=batch, draft_tokens=tokens, mode=mode,
-                  device=device)
-        for tokens, mode in ((draft_tokens, lane_mode(lane)), (1, "ring"))
+    sizes: dict[str, Any] = {"num_layers": layers, "num_slots": batch + 1, "max_batch": batch, "device": device}
+    pool = StatePool(
+        shape, **sizes, draft_tokens=draft_tokens, mode=lane_mode(lane), fold_on_verify=fold_on_verify,
+        compact_window=compact_window,
     )  # fmt: skip
+    plain = StatePool(shape, **sizes, draft_tokens=1, mode="ring")
     slots = list(range(batch, 0, -1))
     committed = 0
     for i in range(rounds):
@@ -57,6 +70,7 @@ def drift(
             plain.commit(index([1] * batch))
         committed += sum(accept)
         if (i + 1) % look == 0 or i + 1 == rounds:
+            pool.flush()
             assert_same_bits(pool.ssm_state, plain.ssm_state, f"ssm_state after {i + 1} rounds")
             assert_same_bits(pool.conv_state, plain.conv_state, f"conv_state after {i + 1} rounds")
     assert pool.ssm_state.isfinite().all()
@@ -72,11 +86,22 @@ def test_twenty_rounds_do_not_drift(lane: str) -> None:
     assert committed > 40
 
 
+@interpreter_only
+@pytest.mark.parametrize(("lane", "options"), WITH_OPTIONS)
+def test_two_dozen_rounds_of_a_pool_with_options_do_not_drift(lane: str, options: dict[str, bool]) -> None:
+    """With fold on verify eight rounds go by before anything but the next verify brings states up to date."""
+    shape = KdaShape(1, 1, 64, 64)
+    committed = drift(lane, shape=shape, layers=1, batch=2, draft_tokens=3, rounds=24, device="cpu", look=8, **options)
+    assert committed > 50
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("lane", LANES)
-def test_a_thousand_rounds_do_not_drift(lane: str) -> None:
-    shape = KdaShape(2, 4, 128, 128)
-    committed = drift(lane, shape=shape, layers=2, batch=5, draft_tokens=4, rounds=1000, device="cuda", look=100)
+@pytest.mark.parametrize(("lane", "options"), [*(pytest.param(lane, {}, id=lane) for lane in LANES), *WITH_OPTIONS])
+def test_a_thousand_rounds_do_not_drift(lane: str, options: dict[str, bool]) -> None:
+    committed = drift(
+        lane, shape=KdaShape(2, 4, 128, 128), layers=2, batch=5, draft_tokens=4, rounds=1000, device="cuda", look=100,
+        **options,
+    )  # fmt: skip
     assert committed > 9000
 
 
@@ -110,3 +135,24 @@ def test_a_life_catches_what_it_is_there_for(mode: str) -> None:
             life.one_too_many(Seeded(0))
         life.pool.ssm_state[0, slot] = before
         life.one_too_many(Seeded(0))
+
+
+@interpreter_only
+def test_a_life_catches_a_commit_that_overlooks_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ragged request's own length, past which records are of an older round."""
+
+    def overlooking(*groups: Any, **arguments: Any) -> None:
+        commit_layers(*groups, **arguments | {"starts": None})
+
+    monkeypatch.setattr(pool_module, "commit_layers", overlooking)
+    life = Lifecycle("ring", shape=KdaShape(1, 1, 64, 64), layers=1, slots=3, batch=2, draft_tokens=3, device="cpu")
+    choices = Seeded(0)
+    life.arrive(choices)
+    life.arrive(choices)
+
+    def rounds() -> None:
+        for _ in range(60):
+            life.round(choices)
+
+    with pytest.raises(AssertionError, match=r"state: .* elements differ"):
+        rounds()

@@ -206,9 +206,10 @@ class Lifecycle:
         lengths = [len(batch.rows_of(i)) for i in range(len(slots))]
         accept = [choose.pick([*range(length + 1), length]) for length in lengths]
         given = list(accept)
-        if batch.live() and choose.pick([True, False, False]):
+        if batch.live() and choose.pick([True, False]):
             wrong = choose.pick(batch.live())
-            accept[wrong], given[wrong] = 0, choose.pick([lengths[wrong] + 1, tokens + 1, -1, 2**31 - 1])
+            more = lengths[wrong] + 1  # within T, where others have more tokens: only the request's own length is less
+            accept[wrong], given[wrong] = 0, choose.pick([more, more, more, tokens + 1, -1, 2**31 - 1])
             self.met["out of range"] += 1
         track = [-1] * len(slots)
         track_steps = [choose.pick(range(-1, tokens + 1)) for _ in slots]
@@ -242,7 +243,7 @@ class Lifecycle:
         tokens, ragged = choose.pick(range(1, self.draft_tokens + 1)), choose.pick([True, False])
         starts, rows = [choose.pick([0, 0, 1]) if ragged else 0], self.batch * self.draft_tokens
         for _ in slots:
-            length = choose.pick(range(tokens + 1)) if ragged else tokens
+            length = choose.pick([0, *range(tokens + 1)]) if ragged else tokens
             starts.append(min(starts[-1] + length, rows))
         rows = min(starts[-1] + choose.pick([0, 1, 2]), rows) if ragged else starts[-1]
         self.met["ragged"] += ragged
