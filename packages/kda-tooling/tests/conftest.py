@@ -13,6 +13,7 @@ from kda_tooling.bench.floor import Traffic, commit_traffic, verify_traffic
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import SweepSettings
+from tests.support.tuning import tuned  # noqa: F401
 
 COPY = 4.3e12
 MACHINE = Machine(

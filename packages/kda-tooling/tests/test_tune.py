@@ -1,4 +1,4 @@
-"""`kda tune`: candidates, the choice among them, tables that grow, refusals. Times are made up."""
+"""`kda tune`: candidates, the choice among them, tables that grow. Times are made up."""
 
 from __future__ import annotations
 
@@ -9,82 +9,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from kda_backend.gate import Table, TableError, load_table
+from kda_backend.gate import TableError, load_table
 from kda_backend.gate.table import MOST_PROVENANCE
 from kda_kernels import KdaShape, LaunchConfig, _launch
 from kda_tooling.bench.arms import Arm, config_name
-from kda_tooling.bench.bits import BitsDifferError
-from kda_tooling.bench.machine import Machine
-from kda_tooling.bench.timing import Timing
-from kda_tooling.cli import app
-from kda_tooling.commands import tune as command_module
 from kda_tooling.tuning import compiling, measure, run
 from kda_tooling.tuning.candidates import Figures, candidates, capped, fits_heads, ruled_out
 from kda_tooling.tuning.settings import TuneSettings
+from tests.support.tuning import (
+    CONFIGS,
+    MACHINE,
+    SMALL,
+    usual,
+    verdicts,
+)
 
 ROOT = Path(__file__).parents[3]
-SHAPE = KdaShape(1, 2, 64, 64)
-MACHINE = Machine(
-    gpu="Some GPU", sm=90, l2_bytes=1, copy_bytes_per_second=1e12, driver="1", clocks="", torch="2", triton="3",
-    python="3", commit="abc", date="2026-01-01",
-)  # fmt: skip
-SMALL = TuneSettings(
-    shape=SHAPE, draft_tokens=(2,), batch_sizes=(1, 2, 3), forms=("recurrent",), modes=("ring",), finalists=2
-)
-REAL_CHECK, REAL_ROUNDS = measure.check, measure.two_rounds
-CONFIGS = [LaunchConfig(16, 1), LaunchConfig(32, 1), LaunchConfig(64, 4)]
-
-
-class Clock:
-    """Stands in for graphs and their measurement: ``us`` gives the time of an arm, by its name, at its measurement."""
-
-    def __init__(self, us: Callable[[str, int], float]) -> None:
-        self.us = us
-        self.runs: list[list[str]] = []
-
-    def __call__(self, graphs: dict[str, Any], calls: int, *, passes: int) -> dict[str, Timing]:
-        self.runs.append(list(graphs))
-        return {name: Timing((self.us(name, len(self.runs)),) * passes) for name in graphs}
-
-
-@pytest.fixture
-def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.TuneResult]:
-    """Tunes `SMALL` into the test's folder, on the CPU, with the times that it is given."""
-    measure_group = measure.measure_group
-    monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
-    monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS)
-    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
-    monkeypatch.setattr(measure, "check", lambda *_: None)
-    monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
-    monkeypatch.setattr(measure, "capture", lambda calls: calls)
-    monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))
-    monkeypatch.setattr(run, "device_memory", lambda: 1 << 40)
-
-    def tune(
-        us: Callable[[str, int], float], settings: TuneSettings = SMALL, machine: Machine = MACHINE, **options: Any
-    ) -> run.TuneResult:
-        monkeypatch.setattr(measure, "measure_interleaved", Clock(us))
-        monkeypatch.setattr(run, "describe_machine", lambda: machine)
-        return run.run_tune(settings, tmp_path, **options)
-
-    return tune
-
-
-def usual(name: str, number: int) -> float:
-    """Fused 8 us with tiles of 32, 9 with others, unfused 10 and 11."""
-    return (8.0 if "fused" in name and "unfused" not in name else 10.0) + ("bv32" not in name)
-
-
-def verdicts(table: Table) -> list[str]:
-    return [table.verdict(cell) for cell in table.cells]
 
 
 def test_the_fastest_configuration_of_every_lane_is_found_and_the_winner_named(tuned: Callable[..., Any]) -> None:
@@ -121,10 +66,10 @@ def test_every_pass_has_inputs_of_its_own_and_the_finalists_only(
     own, seen = measure.time_arms, []
 
     def time_arms(
-        settings: TuneSettings, group: Any, batch: int, arms: list[Arm], l2: int, seed: int, *rest: Any
+        settings: TuneSettings, group: Any, batch: int, arms: list[Arm], l2: int, seed: int, *rest: Any, **more: Any
     ) -> Any:
         seen.append((seed, batch, len(arms)))
-        return own(settings, group, batch, arms, l2, seed, *rest)
+        return own(settings, group, batch, arms, l2, seed, *rest, **more)
 
     monkeypatch.setattr(measure, "time_arms", time_arms)
     tuned(usual)
@@ -140,48 +85,6 @@ def test_a_configuration_is_kept_where_another_is_hardly_faster(tuned: Callable[
     assert [config_name(cell.config("fused+ring")) for cell in table.cells] == ["bv32.w1", "bv32.w1", "bv16.w1"]
 
 
-def test_other_bits_are_a_failure_that_is_told_and_never_timed(
-    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_arm, wrong = measure.arm_of, LaunchConfig(32, 1)
-
-    def arm_of(settings: TuneSettings, group: Any, lane: str, config: LaunchConfig) -> Arm:
-        arm = own_arm(settings, group, lane, config)
-
-        def last_place(problem: Any) -> torch.Tensor:
-            out = arm.verify(problem)
-            out.view(torch.int16).flatten()[0] ^= 1
-            return out
-
-        return dataclasses.replace(arm, verify=last_place) if (lane, config) == ("fused+ring", wrong) else arm
-
-    monkeypatch.setattr(measure, "arm_of", arm_of)
-    monkeypatch.setattr(measure, "check", REAL_CHECK)
-    monkeypatch.setattr(measure, "two_rounds", REAL_ROUNDS)
-    monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
-    result = tuned(usual, dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), batch_sizes=(1,)))
-    (failure,) = result.failures
-    assert (failure.lane, failure.config, failure.broken) == ("fused+ring", wrong, True)
-    assert "output" in failure.error
-    assert [cell.config("fused+ring") for cell in result.table.cells] == [CONFIGS[2]]
-
-
-def test_a_fold_on_verify_that_replays_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), options=("fold-on-verify",), batch_sizes=(1,))
-    (group,) = settings.groups()
-    problems = measure.check_problems(settings, group, "cpu")
-    accept_lens = torch.full((measure.CHECK_BATCH,), 1, dtype=torch.int32)
-    reference, arm = (measure.arm_of(settings, group, lane, CONFIGS[2]) for lane in group.lanes)
-    expected = measure.two_rounds(problems, reference, accept_lens)
-    measure.check(problems, reference, expected, arm, accept_lens)
-
-    def commit(problems: Any, accept_lens: torch.Tensor) -> None:  # one record more is pending
-        arm.commit(problems, accept_lens + 1)
-
-    with pytest.raises(BitsDifferError, match="differs from the reference configuration's"):
-        measure.check(problems, reference, expected, dataclasses.replace(arm, commit=commit), accept_lens)
-
-
 def test_compiling_gives_figures_and_names_what_fails() -> None:
     settings = dataclasses.replace(SMALL, batch_sizes=(1,))
     (group,) = settings.groups()
@@ -192,21 +95,6 @@ def test_compiling_gives_figures_and_names_what_fails() -> None:
     ((config, error),) = compiling.compile_one(settings, group, "fused+ring", gluon, device="cpu")
     assert config == gluon
     assert "rows_per_thread" in str(error)
-
-
-def test_what_cannot_be_compiled_is_told_and_the_lane_says_why(
-    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def compile_one(settings: TuneSettings, group: Any, lane: str, config: LaunchConfig, target: str | None) -> Any:
-        if lane == "fused+ring":
-            raise RuntimeError("out of\nregisters")
-        return [(config, Figures(64, 0))]
-
-    monkeypatch.setattr(compiling, "compile_one", compile_one)
-    result = tuned(usual)
-    assert verdicts(result.table) == ["unfused+ring"] * 3
-    assert {one.error for one in result.failures} == {"RuntimeError: out of registers"}
-    assert "out of registers" in result.table.cells[0].lanes["fused+ring"].why
 
 
 def test_a_group_is_measured_while_the_next_is_compiled(
@@ -290,31 +178,12 @@ def test_a_table_may_be_made_in_any_number_of_runs() -> None:
     assert len(said) > MOST_PROVENANCE - 100
 
 
-@pytest.mark.parametrize("command", [["tune"], ["gate", "regret"], ["gate", "explain"]], ids=" ".join)
-def test_a_terminal_of_80_columns_cuts_no_word_of_the_help(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
-    assert result.exit_code == 0
-    assert "…" not in result.output
-
-
 def test_an_unreadable_table_is_not_overwritten(tuned: Callable[..., Any]) -> None:
     path = tuned(usual).path
     path.write_text("{")
     with pytest.raises(TableError, match="JSON"):
         tuned(usual)
     assert path.read_text() == "{"
-
-
-def test_changes_are_of_verdicts_and_of_what_was_measured(tuned: Callable[..., Any]) -> None:
-    before = tuned(usual).table
-    after = tuned(lambda name, number: usual(name, number) + (9 if "kda fused" in name and number in (3, 6) else 0))
-    assert run.changes(after, before) == [
-        "safe gate, recurrent, ring, plain, T=2, B=1: unfused+ring, the table says fused+ring"
-    ]
-    missing = dataclasses.replace(before, cells=before.cells[:2])
-    assert run.changes(after, missing)[1:] == [
-        "safe gate, recurrent, ring, plain, T=2, B=3: fused+ring, not in the table"
-    ]
 
 
 @pytest.mark.parametrize("lane", ["unfused+ring", "fused+ring"])
@@ -359,24 +228,6 @@ def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None
     assert fits_heads(lone[0], lone, 1 << 20, 128)
 
 
-def test_a_table_says_how_to_make_it_again_and_not_where_it_lay(tuned: Callable[..., Any]) -> None:
-    seen: list[TuneSettings] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_module, "require_gpu", lambda *_: None)
-        patch.setattr(command_module, "_measure", lambda settings, *_: (seen.append(settings), 1 / 0))
-        CliRunner().invoke(app, ["tune"])
-    assert seen == [TuneSettings()], "the command's defaults are the settings'"
-    assert TuneSettings().command == "kda tune"
-    command = tuned(usual, dataclasses.replace(SMALL, gates=("standard",), margin=0.05)).table.provenance.command
-    assert command == (
-        "kda tune --heads 1 --hv-heads 2 --head-k-dim 64 --head-v-dim 64 --draft-tokens 2 --batch-sizes 1 2 3 "
-        "--form recurrent --mode ring --gate standard --margin 0.05 --finalists 2"
-    )
-    again = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": "250"})
-    assert "no such option" not in again.output.lower()
-    assert "tuning" in again.output, "only the GPU is missing"
-
-
 def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Kernel:
@@ -390,53 +241,3 @@ def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.
     with contextlib.suppress(StopIteration):
         compiling._figures_of_launches(lambda: _launch.LAUNCHER())
     assert _launch.LAUNCHER is ordinary
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--heads", "3", "--hv-heads", "4"], "--hv-heads"),
-        (["--form", "quick"], "--form must name some of recurrent, chunked; got quick"),
-        (["--mode", "rings"], "--mode must name some of"),
-        (["--option", "fold"], "--option must name some of plain"),
-        (["--gate", "open"], "--gate must name some of safe, standard"),
-        (["--form", "chunked", "--mode", "snapshots"], "leave nothing to measure"),
-        (["--margin", "0.5"], "--margin must be a share"),
-        (["--passes", "1"], "--passes must be within 2.."),
-        (["--finalists", "0"], "--finalists must be within 1.."),
-        (["--seed", "-1"], "--seed must be at least 0 and below 2**63"),
-        (["--seed", str((1 << 63) - 1)], "--seed must be at least 0 and below 2**63"),
-        (["--batch-sizes", "0"], "--batch-sizes must be within 1.."),
-        (["--draft-tokens", "65"], "--draft-tokens must be within 1.."),
-        (["--dtype", "fp8"], "fp8"),
-        (["--resume", "--fresh"], "give one of them"),
-        (["--check", "missing.json"], "missing.json"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name_before_anything_runs(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["tune", *arguments], env={"COLUMNS": "250"})
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-def test_the_command_prints_what_came_of_it(
-    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from kda_tooling.commands import tune as command
-
-    before = tuned(usual)
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    before.path.rename(kept / before.path.name)
-    slower = tuned(lambda name, number: usual(name, number) + (9 if "kda fused" in name else 0))
-    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
-    monkeypatch.setattr(command, "_measure", lambda *_: slower)
-    arguments = ["tune", "--into", str(tmp_path), "--check", str(kept / before.path.name), "--json", "-"]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})
-    assert result.exit_code == 1
-    summary = json.loads(result.stdout)
-    assert summary["lanes"] == {"unfused+ring": 3}
-    assert len(summary["changes"]) == 3
-    assert "cells measured: 3 (unfused+ring 3)" in result.stderr
-    same = CliRunner().invoke(app, [*arguments[:3], "--check", str(slower.path)], env={"COLUMNS": "250"})
-    assert same.exit_code == 0

@@ -19,10 +19,11 @@ from kda_tooling.commands.options import (
     require_gpu,
 )
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
-from kda_tooling.dtypes import short_dtype
+from kda_tooling.dtypes import long_dtype, short_dtype
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
+    from kda_backend.gate import Table
     from kda_tooling.tuning.run import TuneResult
     from kda_tooling.tuning.settings import Group, TuneSettings
 
@@ -70,15 +71,23 @@ def tune(
     passes: Annotated[int, typer.Option(help="Independent passes.")] = 2,
     finalists: Annotated[int, typer.Option(help="Configurations per lane that every pass times.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    into: Annotated[Path, typer.Option(help="Folder of the table; made where it is missing.")] = Path(),
+    into: Annotated[
+        Path, typer.Option(help="Folder of the table, written with --check too; made where it is missing.")
+    ] = Path(),
     resume: Annotated[bool, typer.Option("--resume", help="Leave what the table there has already.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Drop what the table there has already.")] = False,
     check: Annotated[
-        Path | None, typer.Option(help="Compare with this table; exit with 1 where a verdict would change.")
+        Path | None,
+        typer.Option(help="Compare with this table of another folder; exit with 1 where a verdict would change."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write a summary here ('-': standard output).")] = None,
 ) -> None:
-    """Measure this GPU's gate table for one head shape: bits first, every lane, two independent passes."""
+    """Measure this GPU's gate table for one head shape: bits first, every lane, two independent passes.
+
+    Candidates that fail are left out and told. Exit codes: 0, and with --check nothing would change; 1, with --check a
+    verdict would change (other configurations are told apart from that); 2, refused or ended early: what was measured
+    till then is in the table, and --resume goes on from there.
+    """
     from kda_backend.gate import TableError, load_table
     from kda_tooling.tuning.settings import TuneSettings
 
@@ -97,17 +106,33 @@ def tune(
         compared = load_table(check) if check is not None else None
     except TableError as error:
         raise refuse("--check", f"{error}.") from None
+    if check is not None and compared is not None:
+        if check.resolve().parent == into.resolve():
+            raise refuse("--check", f"{check} is in --into, where this run writes: give another folder.")
+        _refuse_foreign(compared, settings)
     require_gpu("tuning", READ_ANYWHERE)
-    into.mkdir(parents=True, exist_ok=True)
+    if compared is not None:
+        import torch
+
+        _refuse_foreign(compared, settings, torch.cuda.get_device_name())
     result = _measure(settings, into, fresh, resume)
-    from kda_tooling.tuning.run import changes
+    from kda_tooling.tuning.run import changes, other_configs
 
     changed = changes(result, compared) if compared is not None else []
-    summary = _summary(result) | ({"changes": changed} if compared is not None else {})
+    configs = other_configs(result, compared) if compared is not None else []
+    summary = _summary(result) | ({} if compared is None else {"changes": changed, "configurations": configs})
     write_json(json, summary)
-    _show(result, changed, console_for(json))
+    _show(result, changed, configs, console_for(json))
     if changed:
         raise typer.Exit(1)
+
+
+def _refuse_foreign(compared: Table, settings: TuneSettings, device_name: str | None = None) -> None:
+    """Refuse to compare with a table that is about something else."""
+    from kda_tooling.tuning.run import foreign
+
+    if why := foreign(compared, settings.shape, long_dtype(settings.dtype), device_name):
+        raise refuse("--check", f"the table {why}.")
 
 
 def grid_of(
@@ -140,6 +165,7 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
     """Run with a progress bar for compiling and one for the groups."""
     from rich.progress import Progress
 
+    from kda_tooling.tuning.compiling import in_a_line
     from kda_tooling.tuning.run import run_tune
 
     with Progress(console=Console(stderr=True)) as progress:
@@ -152,6 +178,7 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
             progress.update(measuring, total=of, completed=done, description=str(group))
 
         try:
+            into.mkdir(parents=True, exist_ok=True)
             result = run_tune(
                 settings, into, fresh=fresh, resume=resume,
                 on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
@@ -160,6 +187,8 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+        except (RuntimeError, OSError) as error:  # exit 2: 1 says that --check found a change
+            raise typer.BadParameter(f"tuning ended early, {in_a_line(error)}") from None
         progress.update(measuring, total=1, completed=1, description="measured")
     return result
 
@@ -174,8 +203,8 @@ def _summary(result: TuneResult) -> dict[str, Any]:
         "seconds": {name: round(seconds, 1) for name, seconds in result.seconds.items()},
         "failures": [
             {
-                "group": str(one.group), "lane": one.lane, "config": config_name(one.config), "error": one.error,
-                "broken": one.broken,
+                "group": str(one.group), "batch": one.batch, "lane": one.lane, "config": config_name(one.config),
+                "error": one.error, "broken": one.broken,
             }
             for one in result.failures
         ],
@@ -190,7 +219,7 @@ def _lane_counts(result: TuneResult) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _show(result: TuneResult, changed: list[str], console: Console) -> None:
+def _show(result: TuneResult, changed: list[str], configs: list[str], console: Console) -> None:
     """The outcome for people."""
     from kda_tooling.bench.arms import config_name
 
@@ -200,7 +229,8 @@ def _show(result: TuneResult, changed: list[str], console: Console) -> None:
         for name in ("where", "lane", "configuration", "error"):
             grid.add_column(name)
         for one in broken[:FAILURES_SHOWN]:
-            grid.add_row(str(one.group), one.lane, config_name(one.config), plain(one.error))
+            where = str(one.group) if one.batch is None else f"{one.group}, B={one.batch}"
+            grid.add_row(where, one.lane, config_name(one.config), plain(one.error))
         console.print(grid)
         if len(broken) > FAILURES_SHOWN:
             console.print(f"and {len(broken) - FAILURES_SHOWN} more: --json has them all")
@@ -212,3 +242,5 @@ def _show(result: TuneResult, changed: list[str], console: Console) -> None:
     console.print(f"table: {plain(result.path)}", highlight=False, soft_wrap=True)
     for line in changed:
         console.print(f"[yellow]changed[/yellow] {plain(line)}", highlight=False, soft_wrap=True)
+    for line in configs:
+        console.print(f"other configuration: {plain(line)}", highlight=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ class Failure:
         config: the configuration.
         error: why.
         broken: whether something is wrong with it, rather than that it cannot win.
+        batch: B, where only there; None: at every B.
     """
 
     group: Group
@@ -42,6 +43,7 @@ class Failure:
     config: LaunchConfig
     error: str
     broken: bool = True
+    batch: int | None = None
 
 
 @dataclass
@@ -62,6 +64,12 @@ def arm_of(settings: TuneSettings, group: Group, lane: str, config: LaunchConfig
 
 Job = tuple[Group, str, LaunchConfig]
 """(group, lane, configuration) to compile."""
+
+Found = list[tuple[LaunchConfig, Figures | str]]
+"""What came of a job: configurations, and figures or an error of each."""
+
+MOST_DEATHS = 8
+"""Compilers that may die in a run before it ends: then it is the machine, short of memory say, and no candidate."""
 
 
 def candidate_jobs(settings: TuneSettings, groups: Iterable[Group], nvidia: bool) -> list[Job]:
@@ -96,18 +104,47 @@ class Compiling:
         on_done: Callable[[int, int], None] = lambda done, of: None,
         workers: int | None = None,
     ) -> None:
-        self._jobs, self._on_done, self._done = jobs, on_done, 0
-        count = max(1, min(workers or usable_cores() - 1, MAX_WORKERS, len(jobs)))
-        self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-        self._futures = [self._pool.submit(compile_one, settings, *job, target) for job in jobs]
-        for future in self._futures:
-            future.add_done_callback(self._count)
+        self._settings, self._jobs, self._target, self._on_done = settings, jobs, target, on_done
+        self._done = self._deaths = 0
+        self._workers = max(1, min(workers or usable_cores() - 1, MAX_WORKERS, len(jobs)))
+        self._pool = _pool(self._workers)
+        self._futures = [self._submit(job) for job in jobs]
 
     def __enter__(self) -> Compiling:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, job: Job) -> Future[Found]:
+        try:
+            future = self._pool.submit(compile_one, self._settings, *job, self._target)
+        except BrokenProcessPool as broken:
+            future = Future()
+            future.set_exception(broken)
+        future.add_done_callback(self._count)
+        return future
+
+    def _alone(self, index: int) -> Found:
+        """What comes of a job in a process of its own; the jobs that the broken pool has lost go to a new one.
+
+        Raises:
+            BrokenProcessPool: too many compilers died.
+        """
+        self._deaths += 1
+        if self._deaths > MOST_DEATHS:
+            raise BrokenProcessPool(f"more than {MOST_DEATHS} compilers died: is memory short?")
+        self._pool.shutdown(wait=True)
+        self._pool = _pool(self._workers)
+        for other, future in enumerate(self._futures):
+            if other != index and isinstance(future.exception(), BrokenProcessPool):
+                self._done -= 1
+                self._futures[other] = self._submit(self._jobs[other])
+        try:
+            with _pool(1) as alone:
+                return alone.submit(compile_one, self._settings, *self._jobs[index], self._target).result()
+        except BrokenProcessPool:
+            raise RuntimeError("its compiler died") from None
 
     def _count(self, _: object) -> None:
         self._done += 1
@@ -116,12 +153,12 @@ class Compiling:
     def of(self, group: Group) -> Compiled:
         """What came of ``group``'s jobs; waits for them. One that fails to compile is a failure of its own."""
         compiled = Compiled({lane: [] for lane in group.lanes})
-        for (of, lane, config), future in zip(self._jobs, self._futures, strict=True):
+        for index, (of, lane, config) in enumerate(self._jobs):
             if of != group:
                 continue
             try:
-                found = future.result()
-            except BrokenProcessPool:  # a compiler that died took the pool with it: no verdict on any one candidate
+                found = self._of_job(index)
+            except BrokenProcessPool:
                 raise
             except Exception as failed:
                 found = [(config, in_a_line(failed))]
@@ -132,6 +169,16 @@ class Compiling:
                 else:
                     compiled.failures.append(Failure(group, lane, one, error, broken=isinstance(figures, str)))
         return compiled
+
+    def _of_job(self, index: int) -> Found:
+        try:
+            return self._futures[index].result()
+        except BrokenProcessPool:  # a compiler that died took the pool with it, whatever it was compiling
+            return self._alone(index)
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
 
 def compile_target(machine: Machine) -> str | None:
@@ -147,12 +194,12 @@ def compile_one(
     config: LaunchConfig,
     target: str | None = None,
     device: str = "cuda",
-) -> list[tuple[LaunchConfig, Figures | str]]:
+) -> Found:
     """Compile a candidate, and then what `capped` makes of it; figures, or the error, of each.
 
     ``target`` as `Compiling`'s; without one the kernels are launched on ``device``.
     """
-    results: list[tuple[LaunchConfig, Figures | str]] = []
+    results: Found = []
     waiting = [config]
     device = "cpu" if target else device
     problem = build_problems(settings.sweep_settings(group), group.draft_tokens, 1, 1, device).layers[0]

@@ -13,7 +13,7 @@ from kda_kernels import LaunchConfig, flush
 from kda_tooling.bench.arms import Arm, peer_arms
 from kda_tooling.bench.bits import BitsDifferError, check_bits
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
-from kda_tooling.bench.timing import capture, measure_interleaved
+from kda_tooling.bench.timing import Replayable, capture, measure_interleaved
 from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems
 from kda_tooling.tuning.candidates import fits_heads
@@ -34,13 +34,17 @@ Times = dict[str, tuple[float, float | None]]
 """Arm name -> microseconds per layer of a verify, and of a round where rounds decide."""
 
 
+class ContextLostError(RuntimeError):
+    """A failure on the GPU after which this process gets no more work done there."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """A group's figures.
 
     Args:
         lanes: B -> lane -> what a table holds of it.
-        failures: candidates that were not timed since their bits differ or they could not run.
+        failures: candidates that were not timed, everywhere or at a B, since their bits differ or they could not run.
     """
 
     lanes: dict[int, dict[str, LaneFigures]]
@@ -58,18 +62,34 @@ def measure_group(
     """Check every candidate's bits, survey them, and time the best of each lane in independent passes.
 
     A pass builds its own inputs from a seed of its own and captures its own graphs, all batch sizes before the next
-    pass begins.
+    pass begins. A candidate that fails at a B is out there, one whose bits differ is out everywhere.
+
+    Raises:
+        ContextLostError: a candidate's failure left the GPU unusable.
     """
     on_step("checking bits")
     arms, failures = _checked(settings, group, compiled, device)
     by_name = {arm.name: arm for arm in arms}
     sizes = settings.batch_sizes
+    wrong: set[str] = set()
+    failed: set[tuple[int, str]] = set()
+
+    def timed(batch: int, chosen: Sequence[Arm], seed: int, passes: int) -> Times:
+        def leave_out(arm: Arm, error: Exception) -> None:
+            failures.append(Failure(group, arm.lane, arm.config or LaunchConfig(), in_a_line(error), batch=batch))
+            failed.add((batch, arm.name))
+            if isinstance(error, BitsDifferError):
+                wrong.add(arm.name)
+
+        sound = [arm for arm in chosen if arm.name not in wrong and (batch, arm.name) not in failed]
+        return time_arms(settings, group, batch, sound, l2_bytes, seed, passes, device, on_failure=leave_out)
+
     surveyed = sizes[::2] if len(sizes) % 2 else (*sizes[::2], sizes[-1])
     best: dict[int, list[str]] = {}
     for batch in surveyed:
         on_step(f"survey, B = {batch}")
         tried = _tried(settings, arms, batch)
-        times = time_arms(settings, group, batch, tried, l2_bytes, settings.seed, SURVEY_PASSES, device)
+        times = timed(batch, tried, settings.seed, SURVEY_PASSES)
         best[batch] = [name for lane in group.lanes for name in _fastest(times, tried, lane, settings.finalists)]
     finalists = {batch: _shortlist(best, batch) for batch in sizes}
     passes: list[dict[int, Times]] = []
@@ -78,11 +98,10 @@ def measure_group(
         for batch in sizes:
             on_step(f"pass {number + 1}, B = {batch}")
             chosen = [by_name[name] for name in finalists[batch]]
-            seed = settings.seed + 1 + number
-            found[batch] = time_arms(settings, group, batch, chosen, l2_bytes, seed, FINAL_PASSES, device)
+            found[batch] = timed(batch, chosen, settings.seed + 1 + number, FINAL_PASSES)
         passes.append(found)
-    reasons = {lane: _reason(compiled.failures + failures, lane) for lane in group.lanes}
-    return Measured(_figures(group, sizes, passes, by_name, reasons), failures)
+    arms = [arm for arm in arms if arm.name not in wrong]
+    return Measured(_figures(group, sizes, passes, arms, compiled.failures + failures), failures)
 
 
 def _tried(settings: TuneSettings, arms: Sequence[Arm], batch: int) -> list[Arm]:
@@ -113,6 +132,7 @@ def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: s
             try:
                 check(problems, reference, expected, arm, accept_lens)
             except Exception as error:
+                ensure_alive(device, arm, error)
                 failures.append(Failure(group, lane, config, in_a_line(error)))
             else:
                 good.append(arm)
@@ -163,8 +183,17 @@ def time_arms(
     passes: int,
     device: str = "cuda",
     peers: Sequence[Peer] = (),
+    on_failure: Callable[[Arm, Exception], None] | None = None,
 ) -> Times:
-    """Median times of ``arms`` and of ``peers``' arms, interleaved in one run on inputs of ``seed``, L2-cold."""
+    """Median times of ``arms`` and of ``peers``' arms, interleaved in one run on inputs of ``seed``, L2-cold.
+
+    Args:
+        on_failure: called with an arm that does not write what `REFERENCE` writes on these inputs, or cannot run; the
+            others are timed without it. None: bits are not compared, and what fails is raised.
+
+    Raises:
+        ContextLostError: an arm's failure left the GPU unusable.
+    """
     sweep = settings.sweep_settings(group, seed)
     layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
     problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
@@ -172,18 +201,74 @@ def time_arms(
     accept = sweep.accept_for(group.draft_tokens)
     accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
     kinds = ("verify",) if group.option == OPTIONS[0] else ("verify", "round")
-    graphs = {(arm.name, kind): capture(calls_of(kind, arm, problems, accept_lens)) for arm in arms for kind in kinds}
-    timed = measure_interleaved(
-        {f"{name}|{kind}": graph for (name, kind), graph in graphs.items()}, layers, passes=passes
-    )
-    found = {}
+    graphs: dict[str, Replayable] = {}
+    sound = []
+
+    def bits(arm: Arm) -> None:
+        check_written(settings, group, problems, arm)
+
+    def graph(arm: Arm) -> None:
+        own = {f"{arm.name}|{kind}": capture(calls_of(kind, arm, problems, accept_lens)) for kind in kinds}
+        if device == "cuda":
+            torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
+        graphs.update(own)
+        sound.append(arm)
+
+    if on_failure is not None:
+        arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
+        _free(device)
     for arm in arms:
+        _succeeds(graph, arm, device, on_failure)
+    timed = measure_interleaved(graphs, layers, passes=passes)
+    found = {}
+    for arm in sound:
         us = [timed[f"{arm.name}|{kind}"].median_us for kind in kinds]
         found[arm.name] = (us[0], us[1] if len(us) > 1 else None)
-    del graphs
+    graphs.clear()
+    _free(device)
+    return found
+
+
+def check_written(settings: TuneSettings, group: Group, problems: Problems, arm: Arm) -> None:
+    """Raise `BitsDifferError` unless ``arm`` writes what `REFERENCE` writes on the first layer, outputs and records."""
+    check_bits(problems.layers[0], [arm_of(settings, group, group.lanes[0], REFERENCE), arm])
+    if arm.fold_on_verify:
+        problems.folding.reset()
+
+
+def _succeeds(
+    do: Callable[[Arm], None], arm: Arm, device: str, on_failure: Callable[[Arm, Exception], None] | None
+) -> bool:
+    """Whether ``do(arm)`` does; a failure goes to ``on_failure``, or is raised where there is none."""
+    try:
+        do(arm)
+    except Exception as error:
+        ensure_alive(device, arm, error)
+        if on_failure is None:
+            raise
+        _free(device)
+        on_failure(arm, error)
+        return False
+    return True
+
+
+def _free(device: str) -> None:
+    """Give back memory that is only kept for reuse: a graph cannot take it, its memory is its own."""
     if device == "cuda":
         torch.cuda.empty_cache()
-    return found
+
+
+def ensure_alive(device: str, arm: Arm, failed: Exception) -> None:
+    """Raise `ContextLostError` if the GPU takes no more work of this process since ``arm`` has ``failed``."""
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        raise ContextLostError(
+            f"{arm.name} left the GPU unusable for this process ({in_a_line(failed)}). What was measured before is in "
+            "the table: --resume in a new process goes on from there"
+        ) from failed
 
 
 def deciding(times: tuple[float, float | None]) -> float:
@@ -192,7 +277,7 @@ def deciding(times: tuple[float, float | None]) -> float:
 
 
 def _fastest(times: Times, arms: Sequence[Arm], lane: str, count: int) -> list[str]:
-    of_lane = [arm.name for arm in arms if arm.lane == lane]
+    of_lane = [arm.name for arm in arms if arm.lane == lane and arm.name in times]
     return sorted(of_lane, key=lambda name: deciding(times[name]))[:count]
 
 
@@ -209,17 +294,20 @@ def _figures(
     group: Group,
     sizes: Sequence[int],
     passes: Sequence[Mapping[int, Times]],
-    by_name: Mapping[str, Arm],
-    reasons: Mapping[str, str],
+    arms: Sequence[Arm],
+    failures: Sequence[Failure],
 ) -> dict[int, dict[str, LaneFigures]]:
+    """B -> lane -> figures of the fastest of ``arms`` that every pass timed."""
+    by_name = {arm.name: arm for arm in arms}
     lanes: dict[int, dict[str, LaneFigures]] = {}
     before: dict[str, str] = {}
     for batch in sizes:
         lanes[batch] = {}
         for lane in group.lanes:
-            names = [name for name in passes[0][batch] if by_name[name].lane == lane]
+            timed = [name for name in by_name if all(name in found[batch] for found in passes)]
+            names = [name for name in passes[0][batch] if name in timed and by_name[name].lane == lane]
             if not names:
-                lanes[batch][lane] = LaneFigures(why=reasons[lane])
+                lanes[batch][lane] = LaneFigures(why=_reason(failures, lane, batch))
                 continue
             means = {name: statistics.fmean(deciding(found[batch][name]) for found in passes) for name in names}
             name = min(means, key=means.__getitem__)
@@ -233,6 +321,7 @@ def _figures(
     return lanes
 
 
-def _reason(failures: Sequence[Failure], lane: str) -> str:
-    errors = [f.error for f in failures if f.lane == lane]
+def _reason(failures: Sequence[Failure], lane: str, batch: int) -> str:
+    of_lane = [f for f in failures if f.lane == lane]
+    errors = [f.error for f in of_lane if f.batch in (None, batch)] or [f.error for f in of_lane]
     return f"no configuration could be timed; the first said: {errors[0]}"[:390] if errors else "no configuration fits"

@@ -12,6 +12,8 @@ import torch
 from kda_backend.gate import Cell, CellKey, Provenance, Table, judged, load_table, table_name, write_table
 from kda_backend.gate.table import MOST_PROVENANCE
 from kda_backend.lanes import Target
+from kda_kernels import KdaShape, LaunchConfig
+from kda_tooling.bench.arms import config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.sweep import check_memory
 from kda_tooling.dtypes import long_dtype
@@ -32,13 +34,15 @@ class TuneResult:
     Args:
         table: every cell that is in the file now.
         path: the file.
-        measured: keys that this run measured.
+        keys: of every cell that was asked for.
+        measured: those that this run measured; the others it found in the file.
         failures: candidates that were not timed.
         seconds: of compiling, and of each group's measuring.
     """
 
     table: Table
     path: Path
+    keys: list[CellKey]
     measured: list[CellKey] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -128,10 +132,13 @@ def run_tune(
 
     Raises:
         ValueError: see `start_table` and `kda_tooling.bench.sweep.check_memory`.
+        OSError: the file cannot be written.
+        RuntimeError: the GPU is unusable (`kda_tooling.tuning.measure.ContextLostError`), or compilers keep dying. What
+            was measured before is in the file.
     """
     machine = describe_machine()
     table, path = start_table(settings, machine, into, fresh)
-    result = TuneResult(table, path)
+    result = TuneResult(table, path, settings.keys())
     groups = [
         group
         for group in settings.groups()
@@ -162,10 +169,22 @@ def run_tune(
     return result
 
 
+def foreign(other: Table, shape: KdaShape, dtype: str, device_name: str | None = None) -> str | None:
+    """Why nothing can be said by ``other`` of these heads, activations ("bfloat16") and device, or None."""
+    ours = table_name(shape, other.device_name if device_name is None else device_name, dtype)
+    return None if ours == other.file_name else f"is {other.file_name}, this run is about {ours}"
+
+
 def changes(result: TuneResult, other: Table) -> list[str]:
-    """The measured cells whose verdict is not ``other``'s, in words."""
+    """The cells asked for whose verdict is not ``other``'s, in words.
+
+    Raises:
+        ValueError: ``other`` is of other heads, another device or other activations.
+    """
+    if why := foreign(other, result.table.shape, result.table.dtype, result.table.device_name):
+        raise ValueError(f"the table {why}")
     found = []
-    for key in result.measured:
+    for key in result.keys:
         new, old = result.table.by_key[key], other.by_key.get(key)
         verdict = result.table.verdict(new)
         if old is None:
@@ -173,3 +192,19 @@ def changes(result: TuneResult, other: Table) -> list[str]:
         elif (before := other.verdict(old)) != verdict:
             found.append(f"{key}: {verdict}, the table says {before}")
     return found
+
+
+def other_configs(result: TuneResult, other: Table) -> list[str]:
+    """The lanes of cells asked for that ``other`` has too and launches in another configuration, in words."""
+    found = []
+    for key in result.keys:
+        new, old = result.table.by_key[key], other.by_key.get(key)
+        for lane in new.lanes if old is not None else ():
+            now, before = (_config_word(cell.config(lane)) for cell in (new, old) if cell is not None)
+            if now != before:
+                found.append(f"{key}, {lane}: {now}, the table says {before}")
+    return found
+
+
+def _config_word(config: LaunchConfig | None) -> str:
+    return "default" if config is None else config_name(config)

@@ -153,6 +153,10 @@ class TuneSettings:
             found.append(group)
         return found
 
+    def keys(self) -> list[CellKey]:
+        """Those of every cell, in the order of measurement."""
+        return [group.key(batch) for group in self.groups() for batch in self.batch_sizes]
+
     def sweep_settings(self, group: Group, seed: int = 0) -> SweepSettings:
         """The settings that a sweep of ``group``'s cells would have."""
         return SweepSettings(

@@ -1,0 +1,262 @@
+"""`kda tune`: candidates that do not compile, whose bits differ or that fail while they are timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pytest
+import torch
+
+from kda_backend.gate import load_table
+from kda_kernels import KdaShape, LaunchConfig
+from kda_tooling.bench.arms import Arm, config_name
+from kda_tooling.bench.bits import BitsDifferError
+from kda_tooling.tuning import compiling, measure
+from kda_tooling.tuning.candidates import Figures
+from kda_tooling.tuning.settings import TuneSettings
+from tests.support.tuning import (
+    CONFIGS,
+    ONE_HEAD,
+    REAL_CHECK,
+    REAL_ROUNDS,
+    REAL_WRITTEN,
+    SMALL,
+    usual,
+    verdicts,
+)
+
+
+def broken_at(
+    monkeypatch: pytest.MonkeyPatch, batch: int, verify: Callable[[Arm, Any], torch.Tensor], lane: str = "fused+ring"
+) -> None:
+    """``lane`` with tiles of 32 runs ``verify`` where the batch has ``batch`` requests."""
+    own_arm = measure.arm_of
+
+    def arm_of(settings: TuneSettings, group: Any, of: str, config: LaunchConfig) -> Arm:
+        arm = own_arm(settings, group, of, config)
+        if (of, config) != (lane, LaunchConfig(32, 1)):
+            return arm
+        return dataclasses.replace(arm, verify=lambda p: verify(arm, p) if p.batch == batch else arm.verify(p))
+
+    monkeypatch.setattr(measure, "arm_of", arm_of)
+    monkeypatch.setattr(measure, "rotation_layers", lambda *_: (1, True))
+
+
+def fails_when_captured(
+    monkeypatch: pytest.MonkeyPatch, batch: int, error: Exception, lane: str = "fused+ring"
+) -> None:
+    """``lane`` with tiles of 32 raises ``error`` where the batch has ``batch`` requests; nothing else is run."""
+
+    def capture(calls: list[Any]) -> None:
+        arm, problem = calls[0].args
+        if (arm, problem.batch) == ((lane, LaunchConfig(32, 1)), batch):
+            raise error
+
+    def calls_of(kind: str, arm: Arm, problems: Any, accept_lens: torch.Tensor) -> list[Any]:
+        return [functools.partial(print, (arm.lane, arm.config), problems.layers[0])]
+
+    monkeypatch.setattr(measure, "calls_of", calls_of)
+    monkeypatch.setattr(measure, "capture", capture)
+
+
+def test_other_bits_are_a_failure_that_is_told_and_never_timed(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_arm, wrong = measure.arm_of, LaunchConfig(32, 1)
+
+    def arm_of(settings: TuneSettings, group: Any, lane: str, config: LaunchConfig) -> Arm:
+        arm = own_arm(settings, group, lane, config)
+
+        def last_place(problem: Any) -> torch.Tensor:
+            out = arm.verify(problem)
+            out.view(torch.int16).flatten()[0] ^= 1
+            return out
+
+        return dataclasses.replace(arm, verify=last_place) if (lane, config) == ("fused+ring", wrong) else arm
+
+    monkeypatch.setattr(measure, "arm_of", arm_of)
+    monkeypatch.setattr(measure, "check", REAL_CHECK)
+    monkeypatch.setattr(measure, "two_rounds", REAL_ROUNDS)
+    monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
+    result = tuned(usual, dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), batch_sizes=(1,)))
+    (failure,) = result.failures
+    assert (failure.lane, failure.config, failure.broken) == ("fused+ring", wrong, True)
+    assert "output" in failure.error
+    assert [cell.config("fused+ring") for cell in result.table.cells] == [CONFIGS[2]]
+
+
+@pytest.mark.parametrize("batch", [1, 2], ids=["in the survey", "between surveyed sizes"])
+def test_a_candidate_that_fails_while_it_is_timed_is_left_out_there(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    fails_when_captured(monkeypatch, batch, torch.OutOfMemoryError("CUDA out of memory"))
+    result = tuned(usual, ONE_HEAD)
+    (failure,) = result.failures
+    assert (failure.lane, failure.config, failure.batch) == ("fused+ring", LaunchConfig(32, 1), batch)
+    assert failure.error == "OutOfMemoryError: CUDA out of memory"
+    chosen = {cell.key.batch: config_name(cell.config("fused+ring")) for cell in result.table.cells}
+    assert {b: name == "bv32.w1" for b, name in chosen.items()} == {b: b != batch for b in (1, 2, 3)}
+    assert all(config_name(cell.config("unfused+ring")) == "bv32.w1" for cell in result.table.cells)
+    assert load_table(result.path) == result.table
+
+
+def test_a_lane_that_fails_at_one_batch_size_is_measured_at_the_others(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS[1:2])
+    fails_when_captured(monkeypatch, 3, RuntimeError("out of resources"))
+    table = tuned(usual, ONE_HEAD).table
+    assert verdicts(table) == ["fused+ring"] * 2 + ["unfused+ring"]
+    assert [cell.lanes["fused+ring"].why is None for cell in table.cells] == [True, True, False]
+    assert "RuntimeError: out of resources" in str(table.cells[2].lanes["fused+ring"].why)
+
+
+@pytest.mark.parametrize("batch", [1, 2], ids=["in the survey", "in a pass, after figures of others"])
+def test_a_candidate_whose_bits_differ_at_a_timed_batch_size_is_in_no_cell(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    def last_place(arm: Arm, problem: Any) -> torch.Tensor:
+        out = arm.verify(problem)
+        out.view(torch.int16).flatten()[-1] ^= 1
+        return out
+
+    broken_at(monkeypatch, batch, last_place)
+    monkeypatch.setattr(measure, "check_written", REAL_WRITTEN)
+    monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
+    result = tuned(usual, ONE_HEAD)
+    (failure,) = result.failures
+    assert (failure.lane, failure.config, failure.batch) == ("fused+ring", LaunchConfig(32, 1), batch)
+    assert "output differs from that of" in failure.error
+    assert [cell.config("fused+ring") for cell in result.table.cells] == [CONFIGS[2]] * 3
+
+
+def test_a_gpu_that_is_lost_ends_the_run_with_the_table_so_far(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, own_alive = dataclasses.replace(ONE_HEAD, draft_tokens=(2, 3)), measure.ensure_alive
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    first = tuned(usual, ONE_HEAD)
+    fails_when_captured(monkeypatch, 3, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(measure, "ensure_alive", lambda device, *rest: own_alive("cuda", *rest))
+    monkeypatch.setattr("torch.cuda.synchronize", lost)
+    with pytest.raises(measure.ContextLostError, match=r"fused\+ring bv32\.w1 left the GPU unusable .*illegal memory"):
+        tuned(usual, both, resume=True)
+    kept = load_table(first.path)
+    assert kept.cells == first.table.cells
+
+
+def test_a_failure_that_leaves_the_gpu_usable_is_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = SMALL.groups()
+    arm = measure.arm_of(SMALL, group, "fused+ring", CONFIGS[0])
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    measure.ensure_alive("cuda", arm, RuntimeError("too many resources requested for launch"))
+    measure.ensure_alive("cpu", arm, RuntimeError("any"))
+
+
+class DyingPool(ThreadPoolExecutor):
+    """Stands in for processes: ``killers`` end the process that compiles them, and with it their pool."""
+
+    killers: tuple[LaunchConfig, ...] = ()
+
+    def __init__(self, count: int, mp_context: object) -> None:
+        super().__init__(1)
+        self.broken = False
+
+    def submit(self, fn: Any, *job: Any) -> Any:
+        def run() -> Any:
+            self.broken = self.broken or job[3] in self.killers
+            if self.broken:
+                raise BrokenProcessPool("a process was terminated abruptly")
+            return fn(*job)
+
+        return super().submit(run)
+
+
+def test_a_compiler_that_dies_is_that_candidate_s_failure_alone(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", DyingPool)
+    monkeypatch.setattr(DyingPool, "killers", (LaunchConfig(32, 1),))
+    done: list[tuple[int, int]] = []
+    result = tuned(usual, on_compiled=lambda *count: done.append(count))
+    assert {(one.lane, one.config) for one in result.failures} == {
+        (lane, LaunchConfig(32, 1)) for lane in ("fused+ring", "unfused+ring")
+    }
+    assert {one.error for one in result.failures} == {"RuntimeError: its compiler died"}
+    assert len(result.table.cells) == 3
+    assert done[-1] == (6, 6)
+    assert max(of for of, _ in done) == 6
+
+
+def test_compilers_that_keep_dying_end_the_run(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", DyingPool)
+    monkeypatch.setattr(DyingPool, "killers", tuple(CONFIGS))
+    monkeypatch.setattr(compiling, "MOST_DEATHS", 4)
+    with pytest.raises(BrokenProcessPool, match="more than 4 compilers died"):
+        tuned(usual)
+
+
+def test_a_fold_on_verify_that_replays_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), options=("fold-on-verify",), batch_sizes=(1,))
+    (group,) = settings.groups()
+    problems = measure.check_problems(settings, group, "cpu")
+    accept_lens = torch.full((measure.CHECK_BATCH,), 1, dtype=torch.int32)
+    reference, arm = (measure.arm_of(settings, group, lane, CONFIGS[2]) for lane in group.lanes)
+    expected = measure.two_rounds(problems, reference, accept_lens)
+    measure.check(problems, reference, expected, arm, accept_lens)
+
+    def commit(problems: Any, accept_lens: torch.Tensor) -> None:  # one record more is pending
+        arm.commit(problems, accept_lens + 1)
+
+    with pytest.raises(BitsDifferError, match="differs from the reference configuration's"):
+        measure.check(problems, reference, expected, dataclasses.replace(arm, commit=commit), accept_lens)
+
+
+def test_what_cannot_be_compiled_is_told_and_the_lane_says_why(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_one(settings: TuneSettings, group: Any, lane: str, config: LaunchConfig, target: str | None) -> Any:
+        if lane == "fused+ring":
+            raise RuntimeError("out of\nregisters")
+        return [(config, Figures(64, 0))]
+
+    monkeypatch.setattr(compiling, "compile_one", compile_one)
+    result = tuned(usual)
+    assert verdicts(result.table) == ["unfused+ring"] * 3
+    assert {one.error for one in result.failures} == {"RuntimeError: out of registers"}
+    assert "out of registers" in result.table.cells[0].lanes["fused+ring"].why
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_fails_is_left_out_and_the_rest_is_timed() -> None:
+    (group,) = ONE_HEAD.groups()
+    good, stops, differs = (measure.arm_of(ONE_HEAD, group, "fused+ring", config) for config in CONFIGS)
+
+    def stop(problem: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not under capture")
+        return stops.verify(problem)
+
+    def last_place(problem: Any) -> torch.Tensor:
+        out = differs.verify(problem)
+        out.view(torch.int16).flatten()[-1] ^= 1
+        return out
+
+    arms = [dataclasses.replace(stops, verify=stop), dataclasses.replace(differs, verify=last_place), good]
+    errors: dict[str, str] = {}
+    times = measure.time_arms(
+        ONE_HEAD, group, 5, arms, 1 << 20, 0, 1, on_failure=lambda arm, error: errors.update({arm.name: str(error)})
+    )
+    assert set(times) == {good.name}
+    assert times[good.name][0] > 0
+    assert set(errors) == {stops.name, differs.name}
+    assert errors[stops.name] == "not under capture"
+    assert "output differs" in errors[differs.name]
