@@ -151,6 +151,17 @@ def test_the_command_exits_by_the_verdict(measured: Callable[..., Any], monkeypa
         assert ("too slow" in shown.stderr) is bool(code)
 
 
+def test_a_run_that_ends_early_exits_with_2_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_regret(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
+    monkeypatch.setattr(regret, "measure_regret", measure_regret)
+    result = CliRunner().invoke(app, ["gate", "regret"], env={"COLUMNS": "250"})
+    assert result.exit_code == 2
+    assert "measuring ended early, RuntimeError: CUDA error: out of memory" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--form", "x"], "--form must name"), (["--batch-sizes", "0"], "--batch-sizes"), (["--dtype", "fp8"], "fp8")],

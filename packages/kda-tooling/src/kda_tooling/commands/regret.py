@@ -123,6 +123,7 @@ def _measure(settings: TuneSettings, tables: Path | None, peers: list[str]) -> R
 
     from kda_backend.gate.folders import PACKAGED
     from kda_tooling.peers import load_peer
+    from kda_tooling.tuning.compiling import in_a_line
     from kda_tooling.tuning.regret import measure_regret
 
     with Progress(console=Console(stderr=True)) as progress:
@@ -136,6 +137,8 @@ def _measure(settings: TuneSettings, tables: Path | None, peers: list[str]) -> R
             )  # fmt: skip
         except (ValueError, OSError, ImportError) as error:
             raise typer.BadParameter(str(error)) from None
+        except RuntimeError as error:  # exit 2: 1 says that a choice is too slow
+            raise typer.BadParameter(f"measuring ended early, {in_a_line(error)}") from None
         progress.update(measuring, total=1, completed=1, description="measured")
     return result
 
