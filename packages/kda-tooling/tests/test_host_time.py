@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,31 @@ def test_every_op_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.op for one in times][:2] == ["verify_fused, ring", "verify_fused, snapshots"]
     decisions = [one.op for one in times if "gate decision" in one.op]
     assert decisions == ["(a remembered gate decision)", "(a remembered gate decision, record given)"]
-    assert [one.op for one in times][-1].startswith("pool, unfused+ring: begin, 2 x verify, commit")
+    assert [one.op for one in times][-3:] == [
+        "pool, unfused+ring: begin, 2 x verify, commit", "pool, ring: commit of 2 layers",
+        "pool, snapshots: commit of 2 layers",
+    ]  # fmt: skip
     assert all(one.checked > 0 and one.replayed > 0 for one in times)
     assert processor()
+
+
+@pytest.mark.parametrize("with_before", [False, True])
+def test_what_a_call_needs_before_it_is_not_timed(with_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order = [0], []
+
+    def work(name: str, microseconds: int) -> None:
+        order.append(name)
+        clock[0] += 1000 * microseconds
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(module.time, "perf_counter_ns", lambda: clock[0])
+    before = partial(work, "before", 100) if with_before else None
+    took = module._time([partial(work, "one", 3), partial(work, "other", 5)], 2 * module.BURST, before)
+    monkeypatch.undo()
+    assert took == 4
+    assert [name for name in order if name != "before"] == ["one", "other"] * module.BURST
+    if with_before:
+        assert order[::2] == ["before"] * (2 * module.BURST)
 
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["interpreter", "no GPU"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kda_backend import StatePool, Target
+from kda_backend import StatePool, Target, lane_mode
 from kda_backend.gate import decide, device_name_of
 from kda_kernels import KdaShape, _launch, fold, scatter_conv, scatter_snapshots, verify_fused, verify_unfused
 from kda_tooling.problem import Problems, VerifyProblem, random_problems
@@ -64,17 +64,26 @@ def processor() -> str:
     return names[0] if names else platform.processor() or "unknown"
 
 
-def _time(calls: Sequence[Call], number: int) -> float:
-    """Median us per call over bursts of at least ``number`` calls in all."""
+def _time(calls: Sequence[Call], number: int, before: Call | None = None) -> float:
+    """Median us per call over bursts of at least ``number`` calls in all; ``before`` each, untimed, what it needs."""
     endless = cycle(calls)
     samples = []
     for _ in range(max(1, -(-number // BURST))):
         burst = list(islice(endless, BURST))
         torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        for call in burst:
-            call()
-        samples.append((time.perf_counter_ns() - start) / BURST / 1e3)
+        spent = 0
+        if before is None:
+            start = time.perf_counter_ns()
+            for call in burst:
+                call()
+            spent = time.perf_counter_ns() - start
+        else:
+            for call in burst:
+                before()
+                start = time.perf_counter_ns()
+                call()
+                spent += time.perf_counter_ns() - start
+        samples.append(spent / BURST / 1e3)
     torch.cuda.synchronize()
     return statistics.median(samples)
 
@@ -110,7 +119,14 @@ def _calls(problems: Problems) -> dict[str, list[Call]]:
         "(a remembered gate decision)": [_decision(first)],
         "(a remembered gate decision, record given)": [_decision(first, record=first.record("ring"))],
     }
-    return calls | {f"pool, {lane}: begin, {LAYERS} x verify, commit": _rounds(problems, lane) for lane in LANES_TIMED}
+    whole = {lane: partial(_whole, *_round_of(problems, lane)) for lane in LANES_TIMED}
+    return calls | {f"pool, {lane}: begin, {LAYERS} x verify, commit": [whole[lane]] for lane in LANES_TIMED}
+
+
+def _commits(problems: Problems) -> dict[str, tuple[Call, Call]]:
+    """By name: a pool's commit of all layers, and before it what it needs."""
+    lanes = {"ring": "fused+ring", "snapshots": "fused"}
+    return {f"pool, {mode}: commit of {LAYERS} layers": _round_of(problems, lane) for mode, lane in lanes.items()}
 
 
 def _decision(problem: VerifyProblem, **more: Any) -> Call:
@@ -122,37 +138,48 @@ def _decision(problem: VerifyProblem, **more: Any) -> Call:
     )  # fmt: skip
 
 
-def _rounds(problems: Problems, lane: str) -> list[Call]:
-    """A pool's round: begin, verify on `LAYERS` layers, commit."""
+def _round_of(problems: Problems, lane: str) -> tuple[Call, Call]:
+    """A pool's round in two calls: begin and verify on `LAYERS` layers; commit."""
     first = problems.layers[0]
     pool = StatePool(
         first.shape, num_layers=LAYERS, num_slots=first.state.ssm_state.shape[0], max_batch=first.batch,
-        draft_tokens=first.draft_tokens, mode="ring", dtype=first.mixed_qkv.dtype, device=first.mixed_qkv.device,
+        draft_tokens=first.draft_tokens, mode=lane_mode(lane), dtype=first.mixed_qkv.dtype,
+        device=first.mixed_qkv.device,
     )  # fmt: skip
-    accept_lens = torch.ones_like(first.slots)
 
-    def run() -> None:
+    def verify() -> None:
         pool.begin(first.slots, first.draft_tokens)
         for i, p in enumerate(problems.layers):
             pool.verify(i, p.mixed_qkv, p.a, p.b, p.params, lane=lane)
-        pool.commit(accept_lens)
 
-    return [run]
+    return verify, partial(pool.commit, torch.ones_like(first.slots))
+
+
+def _whole(verify: Call, commit: Call) -> None:
+    verify()
+    commit()
 
 
 def measure(shape: KdaShape, *, batch: int, draft_tokens: int, calls: int, device: str = "cuda") -> list[HostTime]:
-    """Time every op on the current CUDA device, ``calls`` times each way, and whole rounds of `LAYERS` layers."""
+    """Time every op on the current CUDA device, ``calls`` times each way, and a pool's rounds and commits."""
     problems = random_problems(
         shape, layers=LAYERS, batch=batch, draft_tokens=draft_tokens, dtype=torch.bfloat16, device=device,
         snapshots=True,
     )  # fmt: skip
+    timed: dict[str, tuple[list[Call], Call | None]] = {name: (each, None) for name, each in _calls(problems).items()}
+    timed |= {name: ([commit], verify) for name, (verify, commit) in _commits(problems).items()}
     times = []
-    for name, each in _calls(problems).items():
-        for call in each:
-            call()  # compiles
+    for name, (each, before) in timed.items():
+        _once(each, before)  # compiles
         with _every_call_checked():
-            checked = _time(each, calls)
-        for call in each:
-            call()
-        times.append(HostTime(name, checked, _time(each, calls)))
+            checked = _time(each, calls, before)
+        _once(each, before)
+        times.append(HostTime(name, checked, _time(each, calls, before)))
     return times
+
+
+def _once(calls: Sequence[Call], before: Call | None) -> None:
+    for call in calls:
+        if before is not None:
+            before()
+        call()
