@@ -56,8 +56,8 @@ class TestTrust:
                     assert (decision.lane, decision.launch) == (rule, None)
         about = [record for record in caplog.records if str(path) in record.getMessage()]
         assert len(about) == 1
-        assert len([record for record in caplog.records if "kda tune --" in record.getMessage()]) == 2, "one a device"
-        assert len(caplog.records) == 3
+        assert len([record for record in caplog.records if "kda tune --" in record.getMessage()]) == 1
+        assert len(caplog.records) == 2
 
     @pytest.mark.parametrize("kind", ["folder", "fifo", "/dev/zero"])
     def test_what_is_no_file_is_neither_read_nor_waited_for(self, packaged: Path, kind: str) -> None:
@@ -140,9 +140,8 @@ class TestTrust:
             ask(packaged, batch=batch)
             ask(packaged, batch=batch, draft_tokens=3, mode="snapshots")
             ask(packaged, batch=batch, shape=KdaShape(2, 2))
-        record, other = caplog.records
+        (record,) = caplog.records
         assert tune_command(SHAPE, 4) in record.getMessage()
-        assert tune_command(KdaShape(2, 2), 4) in other.getMessage()
         assert tune_command(SHAPE, 4).startswith("kda tune --heads 8 --hv-heads 8 --draft-tokens 4 --batch-sizes 1 2")
         odd = tune_command(KdaShape(4, 8, 64, 128), 3, torch.float16)
         assert odd.startswith("kda tune --heads 4 --hv-heads 8 --head-k-dim 64 --dtype fp16 --draft-tokens 3")
@@ -178,8 +177,8 @@ class TestTrust:
         tune = tune_command(SHAPE, changes.get("draft_tokens", 4))
         assert f"{tune.removesuffix(' --into tables')} --" in record.getMessage()
         assert f"{options} --into tables, then KDA_GATE_TABLES=tables" in record.getMessage()
-        ask(packaged, batch=4, draft_tokens=9)
-        assert "T=9 not measured" in caplog.records[1].getMessage(), "each is said"
+        assert "T=9 not measured" in str(ask(packaged, batch=4, draft_tokens=9).steps)
+        assert len(caplog.records) == 1, "one warning per process"
 
     def test_tuning_adds_to_the_user_s_own_tables(
         self, packaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

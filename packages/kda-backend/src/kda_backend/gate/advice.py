@@ -34,7 +34,9 @@ def tune_command(
 
 
 def warn_of_missing_figures(question: Question, lacks: list[str]) -> None:
-    """Say, once of each, what no table of this GPU has, and how it is measured; nobody tunes the interpreter.
+    """Say once per process what no table of this GPU has, and how it is measured; nobody tunes the interpreter.
+
+    `kda gate explain` says it of every question.
 
     Args:
         question: what was looked for.
@@ -44,17 +46,15 @@ def warn_of_missing_figures(question: Question, lacks: list[str]) -> None:
         return
     shape, into = question.shape, question.settings.folder or "tables"
     dtype = str(question.dtype).removeprefix("torch.")
-    about: tuple[object, ...] = (shape, question.device_name, dtype)
     missing, kind = "no table of measured verifies", ""
     if lacks:
         gate = "safe" if question.safe_gate else "standard"
-        about += (question.form, question.mode, question.option, question.draft_tokens, gate)
         missing = f"no measured verifies of T={question.draft_tokens} ({'; '.join(dict.fromkeys(lacks))})"
         kind = f"--form {question.form} --mode {question.mode}"
         kind += f" --option {question.option}" if question.option != OPTIONS[0] else ""
         kind += f" --gate {gate}" if gate != "safe" else ""
     warn_once(
-        f"missing {about}",
+        "missing figures",
         "%s for %s with H=%d, HV=%d, K=%d, V=%d, %s: what is known of other %s GPUs or the conservative rule chooses "
         "the lanes. To measure them on this GPU: %s, then %s=%s (docs/gate.md)",
         missing, question.device_name, shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, dtype,
