@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from kda_backend.commit import commit_layers
 from kda_backend.gate import Decision, decide, device_name_of, option_name
 from kda_backend.lanes import LANES, MODES, REFERENCE_LANE, Target, lane_mode
-from kda_backend.rounds import Round
+from kda_backend.rounds import Round, batch_reason
 from kda_backend.slots import check_int
 from kda_backend.storage import SlotStorage
 from kda_kernels import LaunchConfig, LayerParams, verify_fused, verify_reference, verify_unfused
-from kda_kernels.checking import refuse
+from kda_kernels.checking import host_values, refuse
 
 __all__ = ["LANES", "MODES", "REFERENCE_LANE", "StatePool", "lane_mode"]
 
@@ -35,9 +36,10 @@ class StatePool(SlotStorage):
     A round is `begin`, then `verify` once per layer, then `commit`. ``draft_tokens=1`` with accept length 1 is plain
     decoding. Slot 0 is an ordinary slot.
 
-    Which slots belong to which request is the pool's business with `allocate` and `free`, or the engine's own: every
-    other method takes any slot of the pool, allocated or not. An engine that numbers slots itself never calls
-    `allocate`, which would hand out a slot that it uses.
+    Which slots belong to which request is the pool's business with `allocate` and `free`, or the engine's own. An
+    engine that numbers slots itself never calls `allocate`, which would hand out a slot that it uses, and every method
+    takes any slot of the pool. Once `allocate` was called, slots that are free are refused wherever the host sees which
+    they are: numbers, and index tensors on the CPU.
 
     Rings need no reset: each round writes every record that its commit can replay, whatever the slot held before.
 
@@ -84,16 +86,17 @@ class StatePool(SlotStorage):
 
         Raises:
             TypeError: ``slots`` is not a tensor, or ``draft_tokens`` not an int.
-            ValueError: the batch or the drafts are larger than the pool's, ``slots`` is not an index vector, or trees
-                were given to a pool of rings or with compact windows.
+            ValueError: the batch or the drafts are larger than the pool's; ``slots``, ``starts`` or ``parents`` have a
+                wrong shape, dtype or device or, on the CPU, wrong values; or trees were given to a pool of rings or
+                with compact windows. A round that is open stays open.
+            RuntimeError: a round is being replayed.
 
         An open round is dropped; nothing of it was committed.
         """
+        self._refuse_in_replay("begin")
         if not isinstance(slots, torch.Tensor):
             raise TypeError(f"slots must be a Tensor, got {type(slots).__name__}")
-        if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"slots must be a 1-D int32 or int64 tensor, got {slots.dtype} of {list(slots.shape)}")
-        if slots.shape[0] > self.max_batch:
+        if slots.ndim == 1 and slots.shape[0] > self.max_batch:
             raise ValueError(f"slots must have at most max_batch={self.max_batch} entries, got {slots.shape[0]}")
         draft_tokens = check_int("draft_tokens", draft_tokens, 1, self.draft_tokens)
         for name, given in (("starts", starts), ("parents", parents)):
@@ -108,11 +111,34 @@ class StatePool(SlotStorage):
                 "parents must be None in a pool with compact_window: a tree's conv windows follow its paths, commit "
                 "takes columns of a chain; use compact_window=False"
             )
+        refuse(batch_reason(slots, draft_tokens, starts, parents, self.num_slots, self.device))
+        if slots.device.type == "cpu":
+            self._check_allocated("slots", host_values(slots) or [])
         self._round = Round(slots, draft_tokens, starts, parents)
 
     def abandon(self) -> None:
         """Drop the open round, if any: state stays as it was before `begin`."""
         self._round = None
+
+    @contextmanager
+    def replayed_round(self) -> Iterator[None]:
+        """Mark the time from the replay of a CUDA graph that verifies to that of the one that commits.
+
+        A replay calls no method of the pool, which then takes no round to be open. Within, it refuses `begin` and what
+        it refuses in an open round on a device: a slot allocated, loaded or copied there would get another request's
+        drafts. Leave it without the second replay to drop them. A graph of a whole round needs no mark.
+
+        Raises:
+            RuntimeError: a round is open or being replayed; its drafts would be overwritten.
+        """
+        self._refuse_in_replay("replayed_round")
+        if self._round is not None:
+            raise RuntimeError("replayed_round needs the round to be over: commit it, or abandon() it")
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self._replaying = False
 
     def verify(
         self,
@@ -236,9 +262,12 @@ class StatePool(SlotStorage):
                 written.
 
         Raises:
-            RuntimeError: no round was begun; a layer was not verified in it (its record would be a stale one); or the
-                slots given to `begin` were changed since.
-            ValueError: the kernels refuse an argument.
+            RuntimeError: no round was begun; a layer was not verified in it (its record would be a stale one); or an
+                index tensor given to `begin`, or with compact windows a mixed_qkv given to `verify`, was changed in
+                place since. (On a device this is seen of tensors that are no views into larger storages and were not
+                made in inference mode; of index tensors on the CPU always.)
+            ValueError: the kernels refuse an argument, or a tracking slot, on the CPU, is not allocated where others
+                were.
 
         A refused call leaves the pool unchanged and the round open. Once kernels are launched the round is over, also
         if that fails midway: folding twice would be worse than not at all.
@@ -249,12 +278,16 @@ class StatePool(SlotStorage):
             raise RuntimeError(f"commit needs every layer verified in this round; layers {missing} were not")
         if (name := current.changed()) is not None:
             raise RuntimeError(f"{name} were changed in place since begin(): the records belong to the old ones")
+        if (layer := current.kept.changed()) is not None:
+            raise RuntimeError(f"mixed_qkv of layer {layer} was changed in place since verify(): commit still reads it")
         given, missed = ("last_steps", "accept_lens") if current.parents is not None else ("accept_lens", "last_steps")
         ends = {"accept_lens": accept_lens, "last_steps": last_steps}
         if ends[given] is None or ends[missed] is not None:
             got = " and ".join(name for name, ends_at in ends.items() if ends_at is not None) or "neither"
             kind = "trees" if given == "last_steps" else "chains"
             raise ValueError(f"commit of {kind} takes {given} and not {missed}, got {got}: see begin(parents=...)")
+        if isinstance(track_slots, torch.Tensor) and track_slots.device.type == "cpu" and track_slots.ndim == 1:
+            self._check_allocated("track_slots", host_values(track_slots) or [])
         commit_layers(
             self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
             draft_tokens=current.draft_tokens, last_steps=last_steps, starts=current.starts, parents=current.parents,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,16 @@ class SlotAllocator:
 
     Args:
         num_slots: slots 0..num_slots-1, all free at first.
+
+    Attributes:
+        in_use: whether slots were ever allocated; if not, whoever uses them numbers them himself.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots = check_int("num_slots", num_slots, 1)
         self._free = list(range(num_slots - 1, -1, -1))
         self._taken: set[int] = set()
+        self.in_use = False
 
     @property
     def free_slots(self) -> int:
@@ -55,22 +59,27 @@ class SlotAllocator:
         """Whether ``slot`` was allocated and not freed since."""
         return slot in self._taken
 
-    def allocate(self, n: int = 1) -> list[int]:
-        """Take ``n`` free slots, all or none.
+    def allocate(self, n: int = 1, held: Collection[int] = ()) -> list[int]:
+        """Take ``n`` free slots, all or none, and none of those that are ``held`` by someone though they are free.
 
         Raises:
-            PoolExhausted: fewer than ``n`` are free; none was taken.
+            PoolExhausted: fewer than ``n`` are there; none was taken.
             TypeError: ``n`` is not an int.
             ValueError: ``n`` is below 1.
         """
         n = check_int("n", n, 1)
-        if n > len(self._free):
+        free = [slot for slot in self._free if slot not in held] if held else self._free
+        if n > len(free):
+            waiting = len(self._free) - len(free)
             raise PoolExhausted(
-                f"asked for {n} slot(s), {len(self._free)} of {self._num_slots} are free: "
+                f"asked for {n} slot(s), {len(free)} of {self._num_slots} are free"
+                f"{f' and {waiting} more once the open round is over' if waiting else ''}: "
                 "queue the request until others are freed, or build a larger pool"
             )
-        taken = [self._free.pop() for _ in range(n)]
+        taken = free[: -n - 1 : -1]
+        self._free = [slot for slot in self._free if slot not in taken] if held else free[:-n]
         self._taken.update(taken)
+        self.in_use = True
         return taken
 
     def free(self, slots: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from kda_backend.devices import usable_device
 from kda_backend.plan import memory_plan
-from kda_backend.rounds import Round
+from kda_backend.rounds import Round, slots_reason
 from kda_backend.slots import SlotAllocator, SlotState, check_int, slot_numbers
 from kda_kernels import (
     KdaShape,
@@ -22,6 +22,7 @@ from kda_kernels import (
     new_error_counts,
 )
 from kda_kernels._launch import device_reason
+from kda_kernels.checking import host_values, refuse
 from kda_kernels.pending_checks import BANKS
 
 
@@ -84,6 +85,7 @@ class SlotStorage:
             for i in range(num_layers)
         ]
         self._round: Round | None = None
+        self._replaying = False
 
     @property
     def conv_state(self) -> torch.Tensor:
@@ -136,11 +138,11 @@ class SlotStorage:
 
         Raises:
             PoolExhausted: fewer than ``n`` are free. Nothing changed; queue the request until `free` was called.
-            RuntimeError: a round is open (its commit might write a slot that was freed meanwhile).
+            RuntimeError: a round is open whose slots are on a device (one of them might have been freed meanwhile, and
+                its commit would write it), or being replayed. Slots of a round on the CPU are not handed out.
             TypeError, ValueError: ``n`` is not an int of at least 1.
         """
-        self._need_no_round("allocate")
-        slots = self._allocator.allocate(n)
+        slots = self._allocator.allocate(n, self._slots_of_round("allocate"))
         try:
             index = torch.tensor(slots, device=self.device)
             self.conv_state.index_fill_(1, index, 0)
@@ -167,11 +169,10 @@ class SlotStorage:
         """Copy a slot's committed state to another slot, all layers (prefix cache). Records are not copied or needed.
 
         Raises:
-            RuntimeError: a round is open: either slot may hold drafts that are not committed.
-            TypeError, ValueError: a slot is not an int, or not in the pool.
+            RuntimeError: either slot is of the open round, or may be: its drafts are not committed.
+            TypeError, ValueError: a slot is not an int, not in the pool, or not allocated where others were.
         """
-        self._need_no_round("copy_slot")
-        src, dst = check_int("src", src, 0, self.num_slots - 1), check_int("dst", dst, 0, self.num_slots - 1)
+        src, dst = self._checked_slots("copy_slot", src=src, dst=dst)
         self.flush([src])
         for own in (self.conv_state, self.ssm_state):
             own[:, dst] = own[:, src]
@@ -181,11 +182,10 @@ class SlotStorage:
         """A copy of a slot's committed state, all layers, on the pool's device.
 
         Raises:
-            RuntimeError: a round is open: the slot may hold drafts that are not committed.
-            TypeError, ValueError: the slot is not an int, or not in the pool.
+            RuntimeError: the slot is of the open round, or may be: its drafts are not committed.
+            TypeError, ValueError: the slot is not an int, not in the pool, or not allocated where others were.
         """
-        self._need_no_round("export_slot")
-        slot = check_int("slot", slot, 0, self.num_slots - 1)
+        (slot,) = self._checked_slots("export_slot", slot=slot)
         self.flush([slot])
         return SlotState(self.conv_state[:, slot].clone(), self.ssm_state[:, slot].clone())
 
@@ -209,14 +209,15 @@ class SlotStorage:
             ssm_state: [layers, HV, V, K] fp32.
 
         Raises:
-            RuntimeError: a round is open, whose commit would fold its drafts onto the new state; see `abandon`.
-            ValueError: the slot is not in the pool, or a tensor's shape or dtype differs, or it has no values.
+            RuntimeError: the slot is of the open round, or may be: commit would fold drafts onto the new state; see
+                `abandon`.
+            ValueError: the slot is not in the pool, or not allocated where others were; or a tensor's shape or dtype
+                differs, or it has no values.
             TypeError: the slot is not an int, or a state is not a tensor.
 
         The pool is unchanged by a refused call.
         """
-        self._need_no_round("load_slot")
-        slot = check_int("slot", slot, 0, self.num_slots - 1)
+        (slot,) = self._checked_slots("load_slot", slot=slot)
         pairs = (("conv_state", conv_state, self.conv_state), ("ssm_state", ssm_state, self.ssm_state))
         for name, given, own in pairs:
             if not isinstance(given, torch.Tensor):
@@ -236,7 +237,7 @@ class SlotStorage:
         self._nothing_pending(slot)
 
     def flush(self, slots: Iterable[int] | torch.Tensor | None = None) -> None:
-        """Bring the recurrent state of ``slots`` up to date, on all layers; does nothing without fold on verify.
+        """Bring the recurrent state of ``slots`` up to date, on all layers; only checks them without fold on verify.
 
         Needed before something else than the pool reads `ssm_state`: prefill that goes on from a slot, an engine's own
         decode kernel, a snapshot. The pool's methods see to it themselves. May be called at any time, and again.
@@ -246,17 +247,23 @@ class SlotStorage:
                 None: all slots.
 
         Raises:
-            TypeError, ValueError: a slot is not an int, is not in the pool, or is named twice.
+            TypeError, ValueError: a slot is not an int, is not in the pool, is named twice, or is not allocated where
+                others were (of a tensor, where its values are on the host).
         """
-        if self.pending is None or not isinstance(self.record, Ring):
-            return
-        if slots is None:
-            slots = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
-        elif not isinstance(slots, torch.Tensor):
+        numbers: list[int] | None = None
+        if isinstance(slots, torch.Tensor):
+            refuse(slots_reason(slots, self.num_slots, self.device))
+            self._check_allocated("slots", host_values(slots) or [])
+        elif slots is not None:
             numbers = slot_numbers(slots, self.num_slots)
             if len(set(numbers)) != len(numbers):
                 raise ValueError(f"slots must name each slot once, got {numbers}")
-            slots = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+            self._check_allocated("slots", numbers)
+        if self.pending is None or not isinstance(self.record, Ring):
+            return
+        if not isinstance(slots, torch.Tensor):
+            given = range(self.num_slots) if numbers is None else numbers
+            slots = torch.tensor(given, dtype=torch.int32, device=self.device)
         op = flush if device_reason(self.device) is None else flush_reference
         op(self.ssm_state, self.record, self.pending, shape=self.shape, slots=slots, errors=self.errors)
 
@@ -272,6 +279,34 @@ class SlotStorage:
         """
         return describe_errors(self.errors)
 
-    def _need_no_round(self, method: str) -> None:
-        if self._round is not None:
+    def _refuse_in_replay(self, method: str) -> None:
+        if self._replaying:
+            raise RuntimeError(f"{method} needs the replayed round to be over: leave `with replayed_round()` first")
+
+    def _slots_of_round(self, method: str) -> frozenset[int]:
+        """The slots that ``method`` must leave alone; refused where it is not known which."""
+        self._refuse_in_replay(method)
+        if self._round is None:
+            return frozenset()
+        if self._round.host_slots is None:
             raise RuntimeError(f"{method} needs the round to be over: commit it, or abandon() it")
+        return self._round.host_slots
+
+    def _checked_slots(self, method: str, **slots: int) -> list[int]:
+        """The numbers as ints; refused if one is none of the pool, is not allocated, or of a round under way."""
+        numbers = [check_int(name, slot, 0, self.num_slots - 1) for name, slot in slots.items()]
+        for name, number in zip(slots, numbers, strict=True):
+            self._check_allocated(name, [number])
+        if not self._slots_of_round(method).isdisjoint(numbers):
+            raise RuntimeError(f"{method} needs the round to be over: commit it, or abandon() it")
+        return numbers
+
+    def _check_allocated(self, name: str, slots: Iterable[int]) -> None:
+        """Refuse slots that are free, once `allocate` was called; -1 is padding."""
+        if self._allocator.in_use:
+            free = sorted({slot for slot in slots if slot >= 0 and not self._allocator.is_allocated(slot)})
+            if free:
+                raise ValueError(
+                    f"{name} must name allocated slots, got {free}, which are free: freed too early? (An engine that "
+                    "numbers slots itself never calls allocate.)"
+                )
