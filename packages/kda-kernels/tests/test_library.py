@@ -178,8 +178,11 @@ def test_compact_windows_do_what_they_declare(device: str) -> None:
         arguments, options = layer.compact("ring", fused=fused)
         # The address of a copy that the check makes of its inputs is another one.
         torch.library.opcheck(VERIFY, arguments, options, test_utils=("test_schema", "test_faketensor"))
-    # Of the gather's inputs no copy will do: it reads those that verify was given.
-    assert {argument.name for argument in GATHER._schema.arguments if argument.is_write} == {"conv_state", "errors"}
+    VERIFY(*arguments, **options)
+    torch.library.opcheck(GATHER, layer.gathering())
+    track = torch.tensor([1], dtype=torch.int32, device=device)
+    errors = new_error_counts(device)
+    torch.library.opcheck(GATHER, layer.gathering(), dict(track_slots=track, track_steps=track, errors=errors))
 
 
 def test_a_compact_round_compiles_without_a_graph_break(device: str) -> None:
@@ -208,8 +211,21 @@ def test_refusals_of_compact_windows(device: str) -> None:
     with pytest.raises(ValueError, match="mixed_qkv must hold a tensor for each of the 1 layers"):
         GATHER(*layer.gathering(layer.inputs[0], layer.inputs[0]))
     if device == "cpu":
-        with pytest.raises(ValueError, match=r"mixed_qkv\[0\] must be the tensor that verify was given"):
-            GATHER(*layer.gathering(layer.inputs[0].clone()))
+        with pytest.raises(ValueError, match=r"mixed_qkv\[0\] must be bfloat16, got float32"):
+            GATHER(*layer.gathering(layer.inputs[0].float()))
+
+
+def test_on_the_cpu_the_gather_reads_the_inputs_where_they_lie() -> None:
+    """Strided, say, or moved since verify."""
+    states = []
+    for change in (torch.clone, lambda x: x, lambda x: torch.cat([x, x], 1)[:, : x.shape[1]]):
+        layer = Compact("cpu")
+        arguments, options = layer.compact("ring")
+        VERIFY(*arguments, **options)
+        GATHER(*layer.gathering(change(layer.inputs[0])))
+        states.append(layer.state.conv_state)
+    for state in states[1:]:
+        assert torch.equal(state, states[0])
 
 
 class Folding(Layer):

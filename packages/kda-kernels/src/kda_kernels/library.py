@@ -23,11 +23,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from kda_kernels._launch import pitch
 from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots
+from kda_kernels.checking import refuse
 from kda_kernels.commit import fold as _fold
 from kda_kernels.commit import scatter_conv as _scatter_conv
 from kda_kernels.commit import scatter_snapshots as _scatter_snapshots
 from kda_kernels.gather import gather_conv as _gather_conv
+from kda_kernels.gather_checks import gather_inputs_reason
 from kda_kernels.pending import advance as _advance
 from kda_kernels.pending import flush as _flush
 from kda_kernels.shapes import KdaShape, LaunchConfig
@@ -276,18 +279,23 @@ def gather_conv(
 ) -> None:
     """`kda_kernels.gather_conv`; ``mixed_qkv`` of each layer, as ``kda::verify`` was given it.
 
-    The operator reads those tensors by the addresses in ``kept_inputs``. They are arguments so that a graph keeps them
-    until then; that both name the same memory is checked where that costs no sync, on the CPU.
+    On the CPU the operator reads those tensors where they lie. On a device it reads by the addresses in
+    ``kept_inputs``, since writing others there would cost a launch per layer: they are arguments so that a graph keeps
+    them until then, and must be the very tensors.
     """
     if len(mixed_qkv) != kept_inputs.shape[0]:
         raise ValueError(
             f"mixed_qkv must hold a tensor for each of the {kept_inputs.shape[0]} layers of kept_inputs, "
             f"got {len(mixed_qkv)}"
         )
-    if kept_inputs.device.type == "cpu" and len(slots):
-        for layer, (x, noted) in enumerate(zip(mixed_qkv, kept_inputs[:, 0].tolist(), strict=True)):
-            if x.data_ptr() != noted:
-                raise ValueError(f"mixed_qkv[{layer}] must be the tensor that verify was given, got another one")
+    if kept_inputs.device.type == "cpu":
+        refuse(
+            gather_inputs_reason(
+                conv_state, list(mixed_qkv), slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens,
+                starts=starts, track_slots=track_slots, track_steps=track_steps, errors=errors,
+            )
+        )  # fmt: skip
+        kept_inputs = torch.tensor([(x.data_ptr(), pitch(x), x.shape[0]) for x in mixed_qkv], dtype=torch.int64)
     _gather_conv(
         conv_state, kept_inputs, slots=slots, accept_lens=accept_lens, draft_tokens=draft_tokens, starts=starts,
         track_slots=track_slots, track_steps=track_steps, errors=errors,
