@@ -198,6 +198,22 @@ MUTANTS = (
         "a step that was not accepted has no state to track",
     ),
     Mutant(
+        "tracking-a-rejected-branch",
+        COMMIT,
+        "track = track & on_path(",
+        "track = track | on_path(",
+        "test_tree_tracking.py::test_A6_only_steps_on_the_accepted_path_are_tracked[star-kernels]",
+        "a step before the last accepted one may be of another branch of the tree",
+    ),
+    Mutant(
+        "no-tree-is-committed",
+        COMMIT,
+        "        usable = usable & is_tree\n",
+        "",
+        "test_tree_tracking.py::test_D4_no_tree_is_not_committed[a-later-step-kernels]",
+        "verify has written nothing for such a request: its windows and snapshots are an older round's",
+    ),
+    Mutant(
         "row-not-by-position",
         COMMON,
         "        row = tl.cast(i, tl.int64)\n    return row",
