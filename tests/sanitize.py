@@ -71,13 +71,17 @@ def verifies(case: Case, op: Op, record: str, form: str, config: LaunchConfig) -
 
 
 def batches(case: Case) -> Iterator[tuple[str, bool]]:
-    """A ragged batch and trees, in the lane that takes them; twice: what is not written must not differ either."""
+    """Ragged batches and trees, in the lane that takes them; twice: what is not written must not differ either.
+
+    Trees of ranges longer than T, which only the device sees, are read up to T.
+    """
     starts = torch.arange(case.B + 1, dtype=torch.int32, device=DEVICE) * (case.T - 1)  # B rows belong to no request
     parents = (torch.arange(case.T, dtype=torch.int32, device=DEVICE) - 2).clamp(min=-1).repeat(case.B, 1)
     for record, options in (
         ("ring", {"starts": starts}),
         ("snapshots", {"starts": starts}),
         ("snapshots", {"parents": parents}),
+        ("snapshots", {"parents": parents, "starts": starts * case.T}),
     ):
         one, two = (problem_of(case).run(verify_unfused, record, **options) for _ in range(2))
         yield f"{record} {', '.join(options)}", same(one, two)

@@ -35,7 +35,7 @@ def count_parent_error(errors, usable, first, COUNT: tl.constexpr, KIND: tl.cons
 def parents_are_earlier(parents, length, T: tl.constexpr):
     """Whether each of a position's first ``length`` tokens has a parent from -1 to the token before it."""
     t = tl.arange(0, triton.next_power_of_2(T))
-    parent = tl.load(parents + t, mask=t < length, other=-1).to(tl.int64)
+    parent = tl.load(parents + t, mask=(t < length) & (t < T), other=-1).to(tl.int64)  # a length met on the device
     return tl.min(((parent >= -1) & (parent < t)).to(tl.int32), 0) > 0
 
 

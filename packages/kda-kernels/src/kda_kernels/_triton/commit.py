@@ -117,7 +117,7 @@ def scatter_kernel(
         valid = valid & (accept <= length)  # entries past the request's own are older ones
     if parents is not None:
         parents += tl.cast(i_n, tl.int64) * T
-        is_tree = (not usable) | parents_are_earlier(parents, T if starts is None else tl.minimum(length, T), T)
+        is_tree = (not usable) | parents_are_earlier(parents, T if starts is None else length, T)
         usable = usable & is_tree
     if not (usable & valid & (accept > 0)):
         count_slot_error(errors, slot, num_slots, first, COUNT)
