@@ -291,7 +291,9 @@ class TestPool:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         graph.replay()
-        decision = captured._gate.decision(2, STEPS, "recurrent", safe_gate=True, ragged=False, tree=False)
+        decision = captured._decide(
+            batch=2, draft_tokens=STEPS, form="recurrent", safe_gate=True, ragged=False, tree=False
+        )
         assert (decision.source, decision.launch) == ("user table", pair[1])
         assert_same_bits(out, eager, "out")
         assert_same_bits(captured.ssm_state, states, "ssm_state")
