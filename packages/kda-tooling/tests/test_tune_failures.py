@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -165,12 +165,15 @@ class DyingPool(ThreadPoolExecutor):
     """Stands in for processes: ``killers`` end the process that compiles them, and with it their pool."""
 
     killers: tuple[LaunchConfig, ...] = ()
+    submitted: ClassVar[list[LaunchConfig]] = []
 
     def __init__(self, count: int, mp_context: object) -> None:
         super().__init__(1)
         self.broken = False
 
     def submit(self, fn: Any, *job: Any) -> Any:
+        self.submitted.append(job[3])
+
         def run() -> Any:
             self.broken = self.broken or job[3] in self.killers
             if self.broken:
@@ -185,6 +188,7 @@ def test_a_compiler_that_dies_is_that_candidate_s_failure_alone(
 ) -> None:
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", DyingPool)
     monkeypatch.setattr(DyingPool, "killers", (LaunchConfig(32, 1),))
+    monkeypatch.setattr(DyingPool, "submitted", [])
     done: list[tuple[int, int]] = []
     result = tuned(usual, on_compiled=lambda *count: done.append(count))
     assert {(one.lane, one.config) for one in result.failures} == {
@@ -192,8 +196,10 @@ def test_a_compiler_that_dies_is_that_candidate_s_failure_alone(
     }
     assert {one.error for one in result.failures} == {"RuntimeError: its compiler died"}
     assert len(result.table.cells) == 3
-    assert done[-1] == (6, 6)
-    assert max(of for of, _ in done) == 6
+    assert done == [(number, 6) for number in range(1, 7)]
+    assert sorted(map(config_name, DyingPool.submitted)) == sorted(map(config_name, 2 * CONFIGS)), (
+        "one that dies costs no other candidate a second run"
+    )
 
 
 def test_compilers_that_keep_dying_end_the_run(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

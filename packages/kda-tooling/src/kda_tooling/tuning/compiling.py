@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import torch
@@ -106,59 +108,59 @@ class Compiling:
     ) -> None:
         self._settings, self._jobs, self._target, self._on_done = settings, jobs, target, on_done
         self._done = self._deaths = 0
-        self._workers = max(1, min(workers or usable_cores() - 1, MAX_WORKERS, len(jobs)))
-        self._pool = _pool(self._workers)
-        self._futures = [self._submit(job) for job in jobs]
+        self._counting = Lock()
+        count = max(1, min(workers or usable_cores() - 1, MAX_WORKERS, len(jobs)))
+        self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+        for _ in range(count):
+            self._idle.put(_compiler())
+        self._threads = ThreadPoolExecutor(count)
+        self._futures = [self._threads.submit(self._compile, job) for job in jobs]
+        for future in self._futures:
+            future.add_done_callback(self._count)
 
     def __enter__(self) -> Compiling:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        while not self._idle.empty():
+            self._idle.get().shutdown()
 
-    def _submit(self, job: Job) -> Future[Found]:
-        try:
-            future = self._pool.submit(compile_one, self._settings, *job, self._target)
-        except BrokenProcessPool as broken:
-            future = Future()
-            future.set_exception(broken)
-        future.add_done_callback(self._count)
-        return future
-
-    def _alone(self, index: int) -> Found:
-        """What comes of a job in a process of its own; the jobs that the broken pool has lost go to a new one.
+    def _compile(self, job: Job) -> Found:
+        """What comes of a job in an idle compiler, which is replaced if it dies.
 
         Raises:
-            BrokenProcessPool: too many compilers died.
+            RuntimeError: the compiler died.
+            BrokenProcessPool: too many have.
         """
-        self._deaths += 1
-        if self._deaths > MOST_DEATHS:
-            raise BrokenProcessPool(f"more than {MOST_DEATHS} compilers died: is memory short?")
-        self._pool.shutdown(wait=True)
-        self._pool = _pool(self._workers)
-        for other, future in enumerate(self._futures):
-            if other != index and isinstance(future.exception(), BrokenProcessPool):
-                self._done -= 1
-                self._futures[other] = self._submit(self._jobs[other])
+        compiler = self._idle.get()
         try:
-            with _pool(1) as alone:
-                return alone.submit(compile_one, self._settings, *self._jobs[index], self._target).result()
+            return compiler.submit(compile_one, self._settings, *job, self._target).result()
         except BrokenProcessPool:
+            compiler.shutdown()
+            compiler = _compiler()
+            with self._counting:
+                self._deaths += 1
+            if self._deaths > MOST_DEATHS:
+                raise BrokenProcessPool(f"more than {MOST_DEATHS} compilers died: is memory short?") from None
             raise RuntimeError("its compiler died") from None
+        finally:
+            self._idle.put(compiler)
 
     def _count(self, _: object) -> None:
-        self._done += 1
-        self._on_done(self._done, len(self._jobs))
+        with self._counting:
+            self._done += 1
+            self._on_done(self._done, len(self._jobs))
 
     def of(self, group: Group) -> Compiled:
         """What came of ``group``'s jobs; waits for them. One that fails to compile is a failure of its own."""
         compiled = Compiled({lane: [] for lane in group.lanes})
-        for index, (of, lane, config) in enumerate(self._jobs):
+        for (of, lane, config), future in zip(self._jobs, self._futures, strict=True):
             if of != group:
                 continue
             try:
-                found = self._of_job(index)
-            except BrokenProcessPool:
+                found = future.result()
+            except BrokenProcessPool:  # too many died for any one candidate to be the cause
                 raise
             except Exception as failed:
                 found = [(config, in_a_line(failed))]
@@ -170,15 +172,10 @@ class Compiling:
                     compiled.failures.append(Failure(group, lane, one, error, broken=isinstance(figures, str)))
         return compiled
 
-    def _of_job(self, index: int) -> Found:
-        try:
-            return self._futures[index].result()
-        except BrokenProcessPool:  # a compiler that died took the pool with it, whatever it was compiling
-            return self._alone(index)
 
-
-def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+def _compiler() -> ProcessPoolExecutor:
+    """One process, so that a death is that of the candidate it was compiling, and of no other."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def compile_target(machine: Machine) -> str | None:
