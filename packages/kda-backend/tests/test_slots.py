@@ -233,7 +233,7 @@ def test_numpys_integers_are_slots_and_sizes() -> None:
     pool.begin(torch.tensor([slots[0]]), number(1))
     pool.free(np.array(slots))
     assert type(pool._current_round().draft_tokens) is int
-    for value in (torch.tensor(1), np.bool_(True), np.float64(1)):
+    for value in (torch.tensor(1), np.bool_(True), np.float64(1), np.array([1, 2])):
         with pytest.raises(TypeError, match=f"n must be an int, got {type(value).__name__}"):
             SlotAllocator(4).allocate(value)
 

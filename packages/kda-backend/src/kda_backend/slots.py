@@ -68,7 +68,7 @@ class SlotAllocator:
             ValueError: ``n`` is below 1.
         """
         n = check_int("n", n, 1)
-        free = [slot for slot in self._free if slot not in held] if held else self._free
+        free = [slot for slot in self._free if slot not in held]
         if n > len(free):
             waiting = len(self._free) - len(free)
             raise PoolExhausted(
@@ -77,8 +77,8 @@ class SlotAllocator:
                 "queue the request until others are freed, or build a larger pool"
             )
         taken = free[: -n - 1 : -1]
-        self._free = [slot for slot in self._free if slot not in taken] if held else free[:-n]
         self._taken.update(taken)
+        self._free = [slot for slot in self._free if slot not in self._taken]
         self.in_use = True
         return taken
 
@@ -116,9 +116,13 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
         TypeError, ValueError: it is not an int, or out of range.
     """
     if type(value) is not int:  # nearly always it is one, and each verify of a layer asks
-        if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        value = operator.index(value)
+        refused = TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if isinstance(value, (bool, torch.Tensor)):
+            raise refused
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise refused from None
     if value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"within {low}..{high}"
         raise ValueError(f"{name} must be {allowed}, got {value}")
