@@ -15,7 +15,7 @@ from kda_backend.rounds import Round, batch_reason
 from kda_backend.slots import check_int
 from kda_backend.storage import SlotStorage
 from kda_kernels import LaunchConfig, LayerParams, verify_fused, verify_reference, verify_unfused
-from kda_kernels.checking import host_values, refuse
+from kda_kernels.checking import refuse
 
 __all__ = ["LANES", "MODES", "REFERENCE_LANE", "StatePool", "lane_mode"]
 
@@ -112,8 +112,7 @@ class StatePool(SlotStorage):
                 "takes columns of a chain; use compact_window=False"
             )
         refuse(batch_reason(slots, draft_tokens, starts, parents, self.num_slots, self.device))
-        if slots.device.type == "cpu":
-            self._check_allocated("slots", host_values(slots) or [])
+        self._check_allocated("slots", slots)
         self._round = Round(slots, draft_tokens, starts, parents)
 
     def abandon(self) -> None:
@@ -286,8 +285,8 @@ class StatePool(SlotStorage):
             got = " and ".join(name for name, ends_at in ends.items() if ends_at is not None) or "neither"
             kind = "trees" if given == "last_steps" else "chains"
             raise ValueError(f"commit of {kind} takes {given} and not {missed}, got {got}: see begin(parents=...)")
-        if isinstance(track_slots, torch.Tensor) and track_slots.device.type == "cpu" and track_slots.ndim == 1:
-            self._check_allocated("track_slots", host_values(track_slots) or [])
+        if isinstance(track_slots, torch.Tensor) and track_slots.ndim == 1:
+            self._check_allocated("track_slots", track_slots)
         commit_layers(
             self.state, self.record, shape=self.shape, slots=current.slots, accept_lens=accept_lens,
             draft_tokens=current.draft_tokens, last_steps=last_steps, starts=current.starts, parents=current.parents,

@@ -253,7 +253,7 @@ class SlotStorage:
         numbers: list[int] | None = None
         if isinstance(slots, torch.Tensor):
             refuse(slots_reason(slots, self.num_slots, self.device))
-            self._check_allocated("slots", host_values(slots) or [])
+            self._check_allocated("slots", slots)
         elif slots is not None:
             numbers = slot_numbers(slots, self.num_slots)
             if len(set(numbers)) != len(numbers):
@@ -301,12 +301,14 @@ class SlotStorage:
             raise RuntimeError(f"{method} needs the round to be over: commit it, or abandon() it")
         return numbers
 
-    def _check_allocated(self, name: str, slots: Iterable[int]) -> None:
-        """Refuse slots that are free, once `allocate` was called; -1 is padding."""
-        if self._allocator.in_use:
-            free = sorted({slot for slot in slots if slot >= 0 and not self._allocator.is_allocated(slot)})
-            if free:
-                raise ValueError(
-                    f"{name} must name allocated slots, got {free}, which are free: freed too early? (An engine that "
-                    "numbers slots itself never calls allocate.)"
-                )
+    def _check_allocated(self, name: str, slots: Iterable[int] | torch.Tensor) -> None:
+        """Refuse slots that the host sees to be free, once `allocate` was called; -1 is padding."""
+        if not self._allocator.in_use:
+            return
+        numbers = host_values(slots) or [] if isinstance(slots, torch.Tensor) else slots
+        free = sorted({slot for slot in numbers if slot >= 0 and not self._allocator.is_allocated(slot)})
+        if free:
+            raise ValueError(
+                f"{name} must name allocated slots, got {free}, which are free: freed too early? (An engine that "
+                "numbers slots itself never calls allocate.)"
+            )
