@@ -172,7 +172,7 @@ def _close(forge: Forge, issue: dict[str, Any], status: str, cells: list[dict[st
     lines = [f"Recovered at {newest}:", "", "| cell | before | now |", "|---|---|---|"]
     for cell, before in back:
         figures = [f"{_shown(one)} {cell['unit']}".strip() for one in (before, cell["after"])]
-        now = figures[1] if status == "regression" or cell["after"] is not None else f"measured; {cell['status']}"
+        now = f"measured; {cell['status']}" if cell["after"] is None else figures[1]
         lines.append(_row([_named(cell), figures[0], now]))
     forge.close_issue(issue["number"], issue["title"], "\n".join(lines) + "\n")
 

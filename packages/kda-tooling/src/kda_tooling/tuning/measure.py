@@ -304,8 +304,11 @@ def _figures(
     for batch in sizes:
         lanes[batch] = {}
         for lane in group.lanes:
-            timed = [name for name in by_name if all(name in found[batch] for found in passes)]
-            names = [name for name in passes[0][batch] if name in timed and by_name[name].lane == lane]
+            names = [
+                name
+                for name, arm in by_name.items()
+                if arm.lane == lane and all(name in found[batch] for found in passes)
+            ]
             if not names:
                 lanes[batch][lane] = LaneFigures(why=_reason(failures, lane, batch))
                 continue
