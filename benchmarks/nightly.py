@@ -95,8 +95,8 @@ def _newest_benchmarks(results: Path) -> None:
     path.write_text(json.dumps(old | new, indent=4, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def kda(*arguments: str, accepted: tuple[int, ...] = (0, 1)) -> int:
-    """Run a `kda` command; its exit code.
+def kda(*arguments: str, accepted: tuple[int, ...]) -> None:
+    """Run a `kda` command.
 
     Raises:
         NightlyError: another exit code than those accepted.
@@ -104,7 +104,6 @@ def kda(*arguments: str, accepted: tuple[int, ...] = (0, 1)) -> int:
     done = subprocess.run([sys.executable, "-m", "kda_tooling", *arguments], cwd=ROOT, check=False)
     if done.returncode not in accepted:
         raise NightlyError(f"kda {' '.join(arguments[:2])} failed with exit code {done.returncode}; it has said why")
-    return done.returncode
 
 
 def _look_at(problems: list[dict[str, Any]]) -> None:

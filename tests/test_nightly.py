@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import nightly, store
 from benchmarks.forge import Forge
 from kda_backend.gate import write_table
+from kda_tooling.cli import app
 from tests.support.histories import BATCHES, STEPS, Place, Repository, wobble
 from tests.support.tables import a_cell, a_table
 
+REAL_KDA = nightly.kda
 FILES = Path(__file__).parent / "data" / "history"
 
 GH = """#!{python}
@@ -54,6 +57,17 @@ class Gh:
 
     def __getitem__(self, kind: str) -> list[Any]:
         return json.loads(self.state.read_text())[kind]
+
+
+@pytest.fixture(autouse=True)
+def kda_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for every `kda` command would take most of these tests' time; `REAL_KDA` makes one."""
+
+    def kda(*arguments: str, accepted: tuple[int, ...]) -> None:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code in accepted, result.output
+
+    monkeypatch.setattr(nightly, "kda", kda)
 
 
 @pytest.fixture
@@ -198,6 +212,7 @@ def test_a_broken_file_fails_the_step_that_has_done_its_work(
     table_in(repository)
     repository.history(9, slower)
     path = broken(repository, 3)
+    monkeypatch.setattr(nightly, "kda", REAL_KDA)
     monkeypatch.setattr(nightly, "Forge", lambda _, apply: Forge(repository.folder, apply))
     with pytest.raises(SystemExit) as stopped:
         nightly.main([step, "--results", str(repository.results), "--apply"])
