@@ -88,11 +88,11 @@ def test_twenty_rounds_do_not_drift(lane: str) -> None:
 
 @interpreter_only
 @pytest.mark.parametrize(("lane", "options"), WITH_OPTIONS)
-def test_two_dozen_rounds_of_a_pool_with_options_do_not_drift(lane: str, options: dict[str, bool]) -> None:
+def test_sixteen_rounds_of_a_pool_with_options_do_not_drift(lane: str, options: dict[str, bool]) -> None:
     """With fold on verify eight rounds go by before anything but the next verify brings states up to date."""
     shape = KdaShape(1, 1, 64, 64)
-    committed = drift(lane, shape=shape, layers=1, batch=2, draft_tokens=3, rounds=24, device="cpu", look=8, **options)
-    assert committed > 50
+    committed = drift(lane, shape=shape, layers=1, batch=2, draft_tokens=3, rounds=16, device="cpu", look=8, **options)
+    assert committed > 30
 
 
 @pytest.mark.gpu

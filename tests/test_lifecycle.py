@@ -22,7 +22,7 @@ from tests.support.lifecycle import Lifecycle, Seeded
 from tests.support.marks import interpreter_only
 
 STEPS = 40
-EXAMPLES = 3
+EXAMPLES = 2
 OPTIONS = [
     *((mode, False, compact) for mode in MODES for compact in (False, True)),
     *(("ring", True, compact) for compact in (False, True)),
