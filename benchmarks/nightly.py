@@ -106,7 +106,7 @@ def kda(*arguments: str, accepted: tuple[int, ...]) -> None:
         raise NightlyError(f"kda {' '.join(arguments[:2])} failed with exit code {done.returncode}; it has said why")
 
 
-def _look_at(problems: list[dict[str, Any]]) -> None:
+def _fail_if_unusable(problems: list[dict[str, Any]]) -> None:
     """Raises `NightlyError` where a file of the history could not be used: what can be done is done by then."""
     for problem in problems:
         sys.stderr.write(f"unusable: {problem['file']}: {problem['message']}\n")
@@ -154,7 +154,7 @@ def issues(forge: Forge, results: Path) -> int:
             if marker in (issue["body"] or ""):
                 _close(forge, issue, status, every[place], found["machines"][place[0]]["newest"][:12])
     sys.stdout.write(f"{len(groups)} benchmarks got slower or were lost\n")
-    _look_at(found["problems"])
+    _fail_if_unusable(found["problems"])
     return len(groups)
 
 
@@ -265,7 +265,7 @@ def revise(forge: Forge, results: Path, command: str) -> int:
             said = f"By the history at {forge.git('rev-parse', '--short=12', 'HEAD')}, `kda gate {command}` "
             forge.close_pull_request(PROPOSALS[command].branch, said + "changes nothing: this is out of date.")
     sys.stdout.write(f"{len(changed)} of {len(tables)} tables change\n")
-    _look_at(list(problems.values()))
+    _fail_if_unusable(list(problems.values()))
     return len(changed)
 
 
