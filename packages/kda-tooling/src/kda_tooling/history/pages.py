@@ -37,13 +37,12 @@ def commits(finding: Finding) -> str:
 def as_data(report: Report) -> dict[str, Any]:
     """For JSON: every cell, and whatever was noticed."""
     history = report.history
-    places = history.places()
     return {
         "exit_code": report.exit_code, "order": history.order,
         "machines": {
             machine: {
                 "newest": runs[-1].commit, "commits": len({run.commit for run in runs}), "runs": len(runs),
-                "newest_date": _date(runs[-1].date), "age": len(places) - 1 - places[runs[-1].commit],
+                "newest_date": _date(runs[-1].date), "age": history.age(runs[-1].commit),
             }
             for machine, runs in history.machines().items()
         },

@@ -29,7 +29,6 @@ VERSIONS = ("torch", "triton", "driver", "gpu")
 
 INSTALL = "python -m pip install 'asv>=0.6.6,<0.7'"
 
-
 COUNTED_UNITS = ("registers", "bytes", "instructions", "shuffles", "kernels")
 """Units of what is counted, has no noise between runs and may be 0. Everything else is timed."""
 
@@ -126,6 +125,11 @@ class History:
     def places(self) -> dict[str, int]:
         """Commit -> its place among those that were measured, the oldest is 0."""
         return {commit: index for index, commit in enumerate(dict.fromkeys(run.commit for run in self.runs))}
+
+    def age(self, commit: str) -> int:
+        """How many of the measured commits are newer than ``commit``, which is one."""
+        places = self.places()
+        return len(places) - 1 - places[commit]
 
 
 def require_asv() -> None:

@@ -109,9 +109,8 @@ def find_regressions(history: History, baseline: int = 20, max_age: int | None =
         raise ValueError(f"max_age must be a count of commits, at least 0, or None, got {max_age}")
     findings: list[Finding] = []
     notes: list[str] = []
-    places = history.places()
     for machine, runs in history.machines().items():
-        age = len(places) - 1 - places[runs[-1].commit]
+        age = history.age(runs[-1].commit)
         behind = "1 measured commit" if age == 1 else f"{age} measured commits"
         old = f"its newest measured commit, {runs[-1].commit[:12]}, is {behind} older than the history's"
         if age:
