@@ -38,3 +38,11 @@ def fresh_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for one in forgets:
         one()
+
+
+@pytest.fixture
+def packaged(tmp_path: Path) -> Path:
+    """An empty folder in the packaged tables' place."""
+    folder = tmp_path / "packaged"
+    folder.mkdir()
+    return folder

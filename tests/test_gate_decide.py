@@ -31,13 +31,6 @@ pytestmark = pytest.mark.usefixtures("fresh_gate")
 GATE_MD = Path(__file__).parent.parent / "docs" / "gate.md"
 
 
-@pytest.fixture
-def packaged(tmp_path: Path) -> Path:
-    folder = tmp_path / "packaged"
-    folder.mkdir()
-    return folder
-
-
 class TestLookUp:
     def test_without_any_table_the_conservative_rule_decides(self, packaged: Path) -> None:
         for batch in (0, 1, 2):

@@ -11,8 +11,9 @@ import torch
 
 from kda_backend import StatePool, Target
 from kda_backend.gate import OPTIONS, Cell, Table, device_name_of, load_table, option_name, write_table
-from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY, GATES, lanes_of
+from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY, GATES
 from kda_backend.gate.folders import PACKAGED
+from kda_backend.lanes import lanes_of
 from kda_kernels import KdaShape, LaunchConfig, LayerParams
 from tests.support.bits import assert_same_bits
 from tests.support.grids import config_id

@@ -22,23 +22,16 @@ from hypothesis import strategies as st
 from kda_backend import LANES, MODES, Target, conservative_lane
 from kda_backend.gate import OPTIONS, SOURCES, Table, decide, decisions, folders, write_table
 from kda_backend.gate.advice import tune_command
-from kda_backend.gate.cells import lanes_of
 from kda_backend.gate.decisions import forget_decisions
 from kda_backend.gate.env import process_settings
 from kda_backend.gate.folders import forget
+from kda_backend.lanes import lanes_of
 from kda_kernels import FORMS, KdaShape, Ring
 from tests.support.broken_tables import BROKEN
 from tests.support.questions import H100, SM90, ask
 from tests.support.tables import CLOSED, H200, SHAPE, a_cell, a_table, cells
 
 pytestmark = pytest.mark.usefixtures("fresh_gate")
-
-
-@pytest.fixture
-def packaged(tmp_path: Path) -> Path:
-    folder = tmp_path / "packaged"
-    folder.mkdir()
-    return folder
 
 
 class TestTrust:

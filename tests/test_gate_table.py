@@ -31,7 +31,8 @@ from kda_backend.gate import (
     table_name,
     write_table,
 )
-from kda_backend.gate.cells import GATES, OPTIONS, lanes_of
+from kda_backend.gate.cells import GATES, OPTIONS
+from kda_backend.lanes import lanes_of
 from kda_kernels import FORMS, KdaShape, LaunchConfig
 from tests.support.broken_tables import BROKEN, WHOLE, edited
 from tests.support.tables import CLOSED, FAST_CONFIG, H200, PROVENANCE, SHAPE, a_cell, a_key, a_table, cells

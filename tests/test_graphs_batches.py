@@ -111,7 +111,7 @@ class BatchEngine(Engine):
         if tracked:
             self.ends |= {"track_slots": static(BATCH), "track_steps": static(BATCH)}
 
-    def load(self, number: int, plan: Plan) -> None:  # type: ignore[override]
+    def load(self, number: int, plan: Plan) -> None:
         """Fill the static buffers for round ``number``: its own inputs, NaN in rows of nobody."""
         self.fill(number, ~plan.used())
         values = {**self.batch, **self.ends}

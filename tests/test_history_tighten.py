@@ -14,7 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kda_backend.gate import Cell, Table, load_table, write_table
-from kda_backend.gate.cells import lanes_of
+from kda_backend.lanes import lanes_of
 from kda_tooling.history.reading import CellName, Described, History, Run, Value
 from kda_tooling.history.regressions import Report, find_regressions
 from kda_tooling.history.tighten import RUNS_IN_A_ROW, Revision, evidence, loosen, tighten

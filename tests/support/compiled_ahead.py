@@ -7,6 +7,7 @@ more an ordinary launch compiled, with Triton's own binding and only the driver 
 from __future__ import annotations
 
 import json
+import sys
 from unittest import mock
 
 import torch
@@ -16,7 +17,7 @@ from kda_kernels import KdaShape, LaunchConfig, _launch, host_checks
 from kda_tooling.bench.sweep import build_problems
 from kda_tooling.tuning.compiling import arm_of, compile_one
 from kda_tooling.tuning.settings import TuneSettings
-from tests.support.compiled_replays import _Driver
+from tests.support.compiled_replays import CompilingDriver
 
 SETTINGS = TuneSettings(
     shape=KdaShape(2, 4, 64, 64),
@@ -45,14 +46,14 @@ def main() -> None:
             compiled.clear()
             problem = build_problems(SETTINGS.sweep_settings(group), group.draft_tokens, 5, 1, "cpu").layers[0]
             before = triton.runtime.driver._active
-            triton.runtime.driver.set_active(_Driver())
+            triton.runtime.driver.set_active(CompilingDriver())
             try:
                 with host_checks(False), mock.patch.object(_launch, "TARGET_OVERRIDE", ("cuda", 90)):
                     arm_of(SETTINGS, group, lane, config).verify(problem)
             finally:
                 triton.runtime.driver._active = before
             row = {"what": f"{group} {lane}", "registers": figures.registers}
-            print(json.dumps(row | {"ahead": len(ahead), "again": len(compiled)}))  # noqa: T201
+            sys.stdout.write(json.dumps(row | {"ahead": len(ahead), "again": len(compiled)}) + "\n")
             compiled.clear()
 
 

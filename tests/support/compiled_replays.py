@@ -69,7 +69,7 @@ class _Launcher:
         launched.append([x, y, z, stream, function, metadata, plain])
 
 
-class _Driver(DriverBase):
+class CompilingDriver(DriverBase):
     """An H200 without a device behind it. Tensors on the CPU are on device -1."""
 
     utils, launcher_cls = _Utils, _Launcher
@@ -185,7 +185,7 @@ def taken() -> list[list[Any]]:
 
 def main() -> None:
     """Compare and print."""
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(CompilingDriver())
     patches = [
         mock.patch.object(_replay, "DEVICE_TYPES", ("cpu",)),
         mock.patch.object(_launch, "_device_target", return_value=("cuda", 90)),

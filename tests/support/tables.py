@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kda_backend.gate import Cell, CellKey, Closed, LaneFigures, Provenance, Table, judged
-from kda_backend.gate.cells import lanes_of
+from kda_backend.lanes import lanes_of
 from kda_kernels import KdaShape, LaunchConfig
 
 SHAPE = KdaShape(8, 8, 128, 128)

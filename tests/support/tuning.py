@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kda_backend.gate import Table
 from kda_kernels import KdaShape, LaunchConfig
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.timing import Timing
-from kda_tooling.tuning import compiling, measure, run
-from kda_tooling.tuning.candidates import Figures
+from kda_tooling.tuning import measure
 from kda_tooling.tuning.settings import TuneSettings
 
 SHAPE = KdaShape(1, 2, 64, 64)
@@ -42,30 +37,6 @@ class Clock:
     def __call__(self, graphs: dict[str, Any], calls: int, *, passes: int) -> dict[str, Timing]:
         self.runs.append(list(graphs))
         return {name: Timing((self.us(name, len(self.runs)),) * passes) for name in graphs}
-
-
-@pytest.fixture
-def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.TuneResult]:
-    """Tunes `SMALL` into the test's folder, on the CPU, with the times that it is given."""
-    measure_group = measure.measure_group
-    monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
-    monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS)
-    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
-    monkeypatch.setattr(measure, "check", lambda *_: None)
-    monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
-    monkeypatch.setattr(measure, "check_written", lambda *_: None)
-    monkeypatch.setattr(measure, "capture", lambda calls: calls)
-    monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))
-    monkeypatch.setattr(run, "device_memory", lambda: 1 << 40)
-
-    def tune(
-        us: Callable[[str, int], float], settings: TuneSettings = SMALL, machine: Machine = MACHINE, **options: Any
-    ) -> run.TuneResult:
-        monkeypatch.setattr(measure, "measure_interleaved", Clock(us))
-        monkeypatch.setattr(run, "describe_machine", lambda: machine)
-        return run.run_tune(settings, tmp_path, **options)
-
-    return tune
 
 
 def usual(name: str, number: int) -> float:

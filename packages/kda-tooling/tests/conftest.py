@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,10 @@ from kda_tooling.bench.floor import Traffic, commit_traffic, verify_traffic
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import SweepSettings
-from tests.support.tuning import tuned  # noqa: F401
+from kda_tooling.tuning import compiling, measure, run
+from kda_tooling.tuning.candidates import Figures
+from kda_tooling.tuning.settings import TuneSettings
+from tests.support import tuning
 
 COPY = 4.3e12
 MACHINE = Machine(
@@ -66,3 +72,30 @@ def sweep_factory() -> Callable[..., SweepResult]:
 def example() -> SweepResult:
     """Verify at T = 4 and 8, five batch sizes, four lanes and a peer."""
     return make_sweep()
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.TuneResult]:
+    """Tunes `tests.support.tuning.SMALL` into the test's folder, on the CPU, with the times that it is given."""
+    measure_group = measure.measure_group
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
+    monkeypatch.setattr(compiling, "candidates", lambda *_: tuning.CONFIGS)
+    monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
+    monkeypatch.setattr(measure, "check", lambda *_: None)
+    monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
+    monkeypatch.setattr(measure, "check_written", lambda *_: None)
+    monkeypatch.setattr(measure, "capture", lambda calls: calls)
+    monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))
+    monkeypatch.setattr(run, "device_memory", lambda: 1 << 40)
+
+    def tune(
+        us: Callable[[str, int], float],
+        settings: TuneSettings = tuning.SMALL,
+        machine: Machine = tuning.MACHINE,
+        **options: Any,
+    ) -> run.TuneResult:
+        monkeypatch.setattr(measure, "measure_interleaved", tuning.Clock(us))
+        monkeypatch.setattr(run, "describe_machine", lambda: machine)
+        return run.run_tune(settings, tmp_path, **options)
+
+    return tune

@@ -28,6 +28,12 @@ def lane_mode(lane: str) -> str:
     return "ring" if lane.endswith("+ring") else "snapshots"
 
 
+def lanes_of(mode: str) -> tuple[str, str]:
+    """(unfused lane, fused lane) of a state mode of `MODES`."""
+    unfused, fused = (lane for lane in LANES if lane_mode(lane) == mode)
+    return unfused, fused
+
+
 @dataclass(frozen=True)
 class Target:
     """What kernels would run on.
@@ -63,7 +69,7 @@ def conservative_lane(mode: str, batch: int, draft_tokens: int, target: Target) 
         draft_tokens: T, the root included.
         target: what it runs on; `Target.of(device)`.
     """
-    unfused, fused = ("unfused+ring", "fused+ring") if mode == "ring" else ("unfused", "fused")
+    unfused, fused = lanes_of(mode)
     if mode == "ring" and batch == 1 and target.backend == "cuda" and target.arch in FUSED_ARCHS:
         return fused, f"{fused}: no table was measured; a lone request on {target} is faster fused"
     return (

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kda_backend.gate.cells import Cell, lanes_of
+from kda_backend.gate.cells import Cell
 from kda_backend.gate.table import Table
+from kda_backend.lanes import lanes_of
 
 
 class Bucket(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
-from kda_backend.lanes import LANES, MODES, lane_mode
+from kda_backend.lanes import MODES, lanes_of
 from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, LaunchConfig
 from kda_kernels.shapes import MAX_GLUON_CHUNKED_TOKENS
 
@@ -25,12 +25,6 @@ DECIMALS = 3
 MOST_US = 1e9
 MOST_BATCH = 1 << 20
 MOST_DRAFT_TOKENS = 1 << 12
-
-
-def lanes_of(mode: str) -> tuple[str, str]:
-    """(unfused lane, fused lane) of a state mode of `kda_backend.MODES`."""
-    unfused, fused = (lane for lane in sorted(LANES, reverse=True) if lane_mode(lane) == mode)
-    return unfused, fused
 
 
 def option_name(*, fold_on_verify: bool = False, compact_window: bool = False) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from kda_backend.gate.advice import warn_of_missing_figures
 from kda_backend.gate.buckets import Bucket, other_bucket, own_bucket
-from kda_backend.gate.cells import OPTIONS, Cell, lanes_of, one_line, one_of, whole
+from kda_backend.gate.cells import OPTIONS, Cell, one_line, one_of, whole
 from kda_backend.gate.env import GATE, LANE, OFF, TABLES, Settings, process_settings, settings_of
 from kda_backend.gate.folders import PACKAGED, folder
 from kda_backend.gate.table import Table
@@ -21,6 +21,7 @@ from kda_backend.lanes import (
     Target,
     conservative_lane,
     lane_mode,
+    lanes_of,
     no_kernels_reason,
     not_fused_reason,
     record_reason,

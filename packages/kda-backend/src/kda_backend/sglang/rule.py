@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 
 from kda_backend.gate import Decision, decide, device_name_of
-from kda_backend.gate.cells import lanes_of
 from kda_backend.gate.env import LANE, process_settings
-from kda_backend.lanes import FUSED_ARCHS, Target
+from kda_backend.lanes import FUSED_ARCHS, Target, lanes_of
 from kda_kernels import KdaShape, LaunchConfig
 
 OVERRIDE = "KDA_SGLANG_FUSED"

@@ -81,8 +81,10 @@ def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
     ]
 
 
-def config_name(config: LaunchConfig) -> str:
-    """bv64.w4.r4.m128.e: tile, warps, rows per thread, register cap, state first; p: prefetch."""
+def config_name(config: LaunchConfig | None) -> str:
+    """bv64.w4.r4.m128.e: tile, warps, rows per thread, register cap, state first; p: prefetch. None: "default"."""
+    if config is None:
+        return "default"
     parts = [f"bv{config.block_v}", f"w{config.num_warps}"]
     parts += [f"r{config.rows_per_thread}"] if config.rows_per_thread is not None else []
     parts += [f"m{config.max_registers}"] if config.max_registers is not None else []

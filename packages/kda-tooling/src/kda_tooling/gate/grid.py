@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kda_backend.gate import Cell, Table
-from kda_backend.gate.cells import lanes_of
+from kda_backend.lanes import lanes_of
 from kda_tooling.terminal import printable
 
 STYLES = {"fused": "bold cyan", "unfused": "yellow"}

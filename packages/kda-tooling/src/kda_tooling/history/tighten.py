@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kda_backend.gate import Cell, CellKey, Closed, Table, dump_table, judged
-from kda_backend.gate.cells import LEAST_PASSES, is_time, lanes_of
+from kda_backend.gate.cells import LEAST_PASSES, is_time
+from kda_backend.lanes import lanes_of
 from kda_tooling.history.gate_cells import gate_place, of_machine
 from kda_tooling.history.reading import CellName, History, Run
 from kda_tooling.history.regressions import REGRESSION, Report

@@ -159,7 +159,7 @@ def _regret(
     peer = min((name for name in us if name not in arms), key=us.__getitem__, default=None)
     return Regret(
         group=str(group), draft_tokens=group.draft_tokens, batch=batch, lane=decision.lane,
-        config="default" if decision.launch is None else config_name(decision.launch), us=round(us[chosen.name], 4),
+        config=config_name(decision.launch), us=round(us[chosen.name], 4),
         best=best, best_us=round(us[best], 4), unfused_us=round(unfused, 4), peer=peer,
         peer_us=None if peer is None else round(us[peer], 4),
     )  # fmt: skip

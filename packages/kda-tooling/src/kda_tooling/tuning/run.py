@@ -12,7 +12,7 @@ import torch
 from kda_backend.gate import Cell, CellKey, Provenance, Table, judged, load_table, table_name, write_table
 from kda_backend.gate.table import MOST_PROVENANCE
 from kda_backend.lanes import Target
-from kda_kernels import KdaShape, LaunchConfig
+from kda_kernels import KdaShape
 from kda_tooling.bench.arms import config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.sweep import check_memory
@@ -200,11 +200,7 @@ def other_configs(result: TuneResult, other: Table) -> list[str]:
     for key in result.keys:
         new, old = result.table.by_key[key], other.by_key.get(key)
         for lane in new.lanes if old is not None else ():
-            now, before = (_config_word(cell.config(lane)) for cell in (new, old) if cell is not None)
+            now, before = (config_name(cell.config(lane)) for cell in (new, old) if cell is not None)
             if now != before:
                 found.append(f"{key}, {lane}: {now}, the table says {before}")
     return found
-
-
-def _config_word(config: LaunchConfig | None) -> str:
-    return "default" if config is None else config_name(config)

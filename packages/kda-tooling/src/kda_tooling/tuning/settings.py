@@ -14,9 +14,9 @@ from kda_backend.gate.cells import (
     LEAST_PASSES,
     MOST_PASSES,
     OPTIONS,
-    lanes_of,
 )
 from kda_backend.gate.table import MOST_MARGIN
+from kda_backend.lanes import lanes_of
 from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
 from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
 
