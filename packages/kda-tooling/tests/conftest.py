@@ -84,7 +84,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     monkeypatch.setattr(measure, "check", lambda *_: None)
     monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
     monkeypatch.setattr(measure, "check_written", lambda *_: None)
-    monkeypatch.setattr(measure, "capture", lambda calls: calls)
+    monkeypatch.setattr(measure, "run_once", lambda calls: None)
+    monkeypatch.setattr(measure, "record", lambda calls: calls)
     monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))
     monkeypatch.setattr(run, "device_memory", lambda: 1 << 40)
 
@@ -96,6 +97,6 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     ) -> run.TuneResult:
         monkeypatch.setattr(measure, "measure_interleaved", tuning.Clock(us))
         monkeypatch.setattr(run, "describe_machine", lambda: machine)
-        return run.run_tune(settings, tmp_path, **options)
+        return run.run_tune(settings, tmp_path, **({"processes": 1} | options))
 
     return tune

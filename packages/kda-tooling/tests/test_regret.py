@@ -61,8 +61,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., reg
     own = measure.time_arms
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
-    monkeypatch.setattr(measure, "capture", lambda calls: calls)
+    monkeypatch.setattr(measure, "run_once", lambda calls: None)
+    monkeypatch.setattr(measure, "record", lambda calls: calls)
     monkeypatch.setattr(regret, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(regret, "device_memory", lambda: 1 << 40)
     monkeypatch.setattr(regret, "time_arms", lambda *args, **rest: own(*args, device="cpu", **rest))
 
     def run(us: dict[str, float], settings: TuneSettings = SETTINGS) -> regret.RegretResult:
@@ -70,7 +72,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., reg
             return {name: Timing((us[name.split("|")[0].removeprefix("kda ")],)) for name in graphs}
 
         monkeypatch.setattr(measure, "measure_interleaved", clock)
-        return regret.measure_regret(settings, folder)
+        return regret.measure_regret(settings, folder, processes=1)
 
     return run
 

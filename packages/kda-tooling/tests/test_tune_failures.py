@@ -47,12 +47,10 @@ def broken_at(
     monkeypatch.setattr(measure, "rotation_layers", lambda *_: (1, True))
 
 
-def fails_when_captured(
-    monkeypatch: pytest.MonkeyPatch, batch: int, error: Exception, lane: str = "fused+ring"
-) -> None:
+def fails_when_run(monkeypatch: pytest.MonkeyPatch, batch: int, error: Exception, lane: str = "fused+ring") -> None:
     """``lane`` with tiles of 32 raises ``error`` where the batch has ``batch`` requests; nothing else is run."""
 
-    def capture(calls: list[Any]) -> None:
+    def run_once(calls: list[Any]) -> None:
         arm, problem = calls[0].args
         if (arm, problem.batch) == ((lane, LaunchConfig(32, 1)), batch):
             raise error
@@ -61,7 +59,7 @@ def fails_when_captured(
         return [functools.partial(print, (arm.lane, arm.config), problems.layers[0])]
 
     monkeypatch.setattr(measure, "calls_of", calls_of)
-    monkeypatch.setattr(measure, "capture", capture)
+    monkeypatch.setattr(measure, "run_once", run_once)
 
 
 def test_other_bits_are_a_failure_that_is_told_and_never_timed(
@@ -94,7 +92,7 @@ def test_other_bits_are_a_failure_that_is_told_and_never_timed(
 def test_a_candidate_that_fails_while_it_is_timed_is_left_out_there(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    fails_when_captured(monkeypatch, batch, torch.OutOfMemoryError("CUDA out of memory"))
+    fails_when_run(monkeypatch, batch, torch.OutOfMemoryError("CUDA out of memory"))
     result = tuned(usual, ONE_HEAD)
     (failure,) = result.failures
     assert (failure.lane, failure.config, failure.batch) == ("fused+ring", LaunchConfig(32, 1), batch)
@@ -109,7 +107,7 @@ def test_a_lane_that_fails_at_one_batch_size_is_measured_at_the_others(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS[1:2])
-    fails_when_captured(monkeypatch, 3, RuntimeError("out of resources"))
+    fails_when_run(monkeypatch, 3, RuntimeError("out of resources"))
     table = tuned(usual, ONE_HEAD).table
     assert verdicts(table) == ["fused+ring"] * 2 + ["unfused+ring"]
     assert [cell.lanes["fused+ring"].why is None for cell in table.cells] == [True, True, False]
@@ -144,7 +142,7 @@ def test_a_gpu_that_is_lost_ends_the_run_with_the_table_so_far(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     first = tuned(usual, ONE_HEAD)
-    fails_when_captured(monkeypatch, 3, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    fails_when_run(monkeypatch, 3, RuntimeError("CUDA error: an illegal memory access was encountered"))
     monkeypatch.setattr(measure, "ensure_alive", lambda device, *rest: own_alive("cuda", *rest))
     monkeypatch.setattr("torch.cuda.synchronize", lost)
     with pytest.raises(measure.ContextLostError, match=r"fused\+ring bv32\.w1 left the GPU unusable .*illegal memory"):

@@ -110,12 +110,13 @@ def cell_bytes(settings: SweepSettings, draft_tokens: int, batch: int, layers: i
     return layers * (copies * state + inputs + outputs + window + ring + snapshots) + checked + workspace
 
 
-def check_memory(settings: SweepSettings, l2_bytes: int, device_bytes: int) -> None:
-    """Refuse cells that cannot fit the device.
+def check_memory(settings: SweepSettings, l2_bytes: int, device_bytes: int) -> int:
+    """Refuse cells that cannot fit the device; returns the bytes of the largest.
 
     Raises:
         ValueError: a cell needs more than ``device_bytes``; the message names it.
     """
+    most = 0
     for draft_tokens, batch in settings.cells():
         layers, _ = rotation_layers(settings, draft_tokens, batch, l2_bytes)
         needed = cell_bytes(settings, draft_tokens, batch, layers)
@@ -125,6 +126,8 @@ def check_memory(settings: SweepSettings, l2_bytes: int, device_bytes: int) -> N
                 f"{layers} layers and {device_bytes / 2**30:.1f} GiB are there: give smaller --batch-sizes or "
                 "--draft-tokens, or --modes with ring lanes only"
             )
+        most = max(most, needed)
+    return most
 
 
 def calls_of(kind: str, arm: Arm, problems: Problems, accept_lens: torch.Tensor) -> list[Callable[[], Any]]:

@@ -65,20 +65,33 @@ def cuda_stopwatch(graph: Replayable, replays: int) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def capture(calls: Sequence[Callable[[], object]], rounds: int = 1) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of all ``calls`` in order, ``rounds`` times over; they have run once before, outside the graph."""
+def run_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Run ``calls`` on a stream of their own, as `record` wants it: compiled, loaded, their first allocations made."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def record(calls: Sequence[Callable[[], object]], rounds: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of all ``calls`` in order, ``rounds`` times over; nothing runs.
+
+    Calls that launch what was never launched before have to be in a `run_once` before: loading a kernel ends a capture.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         for _ in range(rounds):
             for call in calls:
                 call()
     return graph
+
+
+def capture(calls: Sequence[Callable[[], object]], rounds: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of all ``calls`` in order, ``rounds`` times over; they have run once before, outside the graph."""
+    run_once(calls)
+    return record(calls, rounds)
 
 
 def measure_interleaved(

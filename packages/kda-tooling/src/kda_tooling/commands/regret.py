@@ -28,6 +28,7 @@ from kda_tooling.commands.tune import (
     Gates,
     Modes,
     Options,
+    Processes,
     grid_of,
     kinds_of,
 )
@@ -68,6 +69,7 @@ def regret(
     tables: Annotated[Path | None, typer.Option(help="Folder of the table; default: the packaged ones.")] = None,
     peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 1000,
+    processes: Processes = None,
     json: Annotated[Path | None, typer.Option(help="Write every cell here ('-': standard output).")] = None,
 ) -> None:
     """Time what the gate chooses beside all that its table knows; exit with 1 where it is too slow.
@@ -86,7 +88,7 @@ def regret(
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     check_outputs({"--json": json})
     require_gpu("kda gate regret", READ_ANYWHERE)
-    result = _measure(settings, tables, peer)
+    result = _measure(settings, tables, peer, processes)
     verdict = too_slow(result)
     data = to_dict(result, verdict)
     write_json(json, data)
@@ -118,22 +120,23 @@ def to_dict(result: RegretResult, verdict: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure(settings: TuneSettings, tables: Path | None, peers: list[str]) -> RegretResult:
+def _measure(settings: TuneSettings, tables: Path | None, peers: list[str], processes: int | None) -> RegretResult:
     from rich.progress import Progress
 
     from kda_backend.gate.folders import PACKAGED
-    from kda_tooling.peers import load_peer
     from kda_tooling.tuning.compiling import in_a_line
     from kda_tooling.tuning.regret import measure_regret
 
     with Progress(console=Console(stderr=True)) as progress:
         compiling = progress.add_task("compiling", total=None)
-        measuring = progress.add_task("measuring", total=None)
+        measuring = progress.add_task("measuring groups", total=None)
         try:
             result = measure_regret(
-                settings, Path(PACKAGED) if tables is None else tables, peers=[load_peer(spec) for spec in peers],
+                settings, Path(PACKAGED) if tables is None else tables, peers=peers, processes=processes,
                 on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
-                on_cell=lambda cell, done, of: progress.update(measuring, description=cell, completed=done, total=of),
+                on_group=lambda group, done, of: progress.update(
+                    measuring, completed=done, total=of, description=f"measured {group}"
+                ),
             )  # fmt: skip
         except (ValueError, OSError, ImportError) as error:
             raise typer.BadParameter(str(error)) from None

@@ -25,7 +25,7 @@ from kda_tooling.terminal import plain
 if TYPE_CHECKING:
     from kda_backend.gate import Table
     from kda_tooling.tuning.run import TuneResult
-    from kda_tooling.tuning.settings import Group, TuneSettings
+    from kda_tooling.tuning.settings import TuneSettings
 
 FAILURES_SHOWN = 20
 
@@ -36,6 +36,10 @@ BatchSizes = Annotated[list[int], typer.Option(help="Requests per batch, B.")]
 Forms = Annotated[list[str], typer.Option("--form", help=f"Of {', '.join(FORMS)}.")]
 Modes = Annotated[list[str], typer.Option("--mode", help=f"State modes: {', '.join(MODES)}.")]
 Options = Annotated[list[str], typer.Option("--option", help=f"Pool options: {OPTION_WORDS}.")]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Processes that measure, in turns; default: a third of the cores, at most 4."),
+]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
 EVERY_T = [2, 3, 4, 5, 6, 7, 8]
 EVERY_B = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -76,6 +80,7 @@ def tune(
     ] = Path(),
     resume: Annotated[bool, typer.Option("--resume", help="Leave what the table there has already.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Drop what the table there has already.")] = False,
+    processes: Processes = None,
     check: Annotated[
         Path | None,
         typer.Option(help="Compare with this table of another folder; exit with 1 where a verdict would change."),
@@ -115,7 +120,7 @@ def tune(
         import torch
 
         _refuse_foreign(compared, settings, torch.cuda.get_device_name())
-    result = _measure(settings, into, fresh, resume)
+    result = _measure(settings, into, fresh, resume, processes)
     from kda_tooling.tuning.run import changes, other_configs
 
     changed = changes(result, compared) if compared is not None else []
@@ -161,7 +166,7 @@ def kinds_of(forms: list[str], modes: list[str], options: list[str], gates: list
     return {name: tuple(dict.fromkeys(values)) for name, values in kinds.items()}
 
 
-def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> TuneResult:
+def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool, processes: int | None) -> TuneResult:
     """Run with a progress bar for compiling and one for the groups."""
     from rich.progress import Progress
 
@@ -170,20 +175,15 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool) -> T
 
     with Progress(console=Console(stderr=True)) as progress:
         compiling = progress.add_task("compiling candidates", total=None)
-        measuring = progress.add_task("measuring", total=None)
-        names = {"group": ""}
-
-        def on_group(group: Group, done: int, of: int) -> None:
-            names["group"] = str(group)
-            progress.update(measuring, total=of, completed=done, description=str(group))
-
+        measuring = progress.add_task("measuring groups", total=None)
         try:
             into.mkdir(parents=True, exist_ok=True)
             result = run_tune(
-                settings, into, fresh=fresh, resume=resume,
+                settings, into, fresh=fresh, resume=resume, processes=processes,
                 on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
-                on_group=on_group,
-                on_step=lambda step: progress.update(measuring, description=f"{names['group']}: {step}"),
+                on_group=lambda group, done, of: progress.update(
+                    measuring, completed=done, total=of, description=f"measured {group}"
+                ),
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
@@ -237,8 +237,8 @@ def _show(result: TuneResult, changed: list[str], configs: list[str], console: C
     counts = ", ".join(f"{lane} {count}" for lane, count in _lane_counts(result).items()) or "none"
     console.print(f"cells measured: {len(result.measured)} ({counts})", highlight=False)
     console.print(f"not timed: {len(result.failures)} candidates, {len(broken)} of them broken", highlight=False)
-    took = sum(result.seconds.values())
-    console.print(f"{took:.0f} s, {result.seconds.get('compiling', 0):.0f} s of them compiling", highlight=False)
+    waited = result.seconds.get("compiling", 0)
+    console.print(f"{result.seconds['all']:.0f} s, {waited:.0f} s of them before the first group", highlight=False)
     console.print(f"table: {plain(result.path)}", highlight=False, soft_wrap=True)
     for line in changed:
         console.print(f"[yellow]changed[/yellow] {plain(line)}", highlight=False, soft_wrap=True)

@@ -13,12 +13,13 @@ from kda_kernels import LaunchConfig, flush
 from kda_tooling.bench.arms import Arm, peer_arms
 from kda_tooling.bench.bits import BitsDifferError, check_bits
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
-from kda_tooling.bench.timing import Replayable, capture, measure_interleaved
+from kda_tooling.bench.timing import Replayable, measure_interleaved, record, run_once
 from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems
 from kda_tooling.tuning.candidates import fits_heads
 from kda_tooling.tuning.compiling import Compiled, Failure, arm_of, in_a_line
 from kda_tooling.tuning.settings import Group, TuneSettings
+from kda_tooling.tuning.sharing import gpu_turn
 
 REFERENCE = LaunchConfig()
 """What every candidate's bits are compared with: the portable kernel, unfused."""
@@ -26,6 +27,10 @@ REFERENCE = LaunchConfig()
 CHECK_BATCH = 3
 SURVEY_PASSES = 3
 FINAL_PASSES = 5
+ALIGNMENTS = 8
+"""Layers that are run once before all are captured. Layers are equal parts of common tensors, of an even number of
+bytes: their addresses modulo 16, by which Triton compiles, repeat after eight at most."""
+
 SAME = 0.005
 """Two configurations are the same speed within this share: then the one of the batch size before is kept, so that
 fewer variants are compiled and a table's lines change less."""
@@ -57,7 +62,6 @@ def measure_group(
     compiled: Compiled,
     l2_bytes: int,
     device: str = "cuda",
-    on_step: Callable[[str], None] = lambda step: None,
 ) -> Measured:
     """Check every candidate's bits, survey them, and time the best of each lane in independent passes.
 
@@ -67,8 +71,8 @@ def measure_group(
     Raises:
         ContextLostError: a candidate's failure left the GPU unusable.
     """
-    on_step("checking bits")
-    arms, failures = _checked(settings, group, compiled, device)
+    with gpu_turn(device):
+        arms, failures = _checked(settings, group, compiled, device)
     by_name = {arm.name: arm for arm in arms}
     sizes = settings.batch_sizes
     wrong: set[str] = set()
@@ -87,7 +91,6 @@ def measure_group(
     surveyed = sizes[::2] if len(sizes) % 2 else (*sizes[::2], sizes[-1])
     best: dict[int, list[str]] = {}
     for batch in surveyed:
-        on_step(f"survey, B = {batch}")
         tried = _tried(settings, arms, batch)
         times = timed(batch, tried, settings.seed, SURVEY_PASSES)
         best[batch] = [name for lane in group.lanes for name in _fastest(times, tried, lane, settings.finalists)]
@@ -96,7 +99,6 @@ def measure_group(
     for number in range(settings.passes):
         found: dict[int, Times] = {}
         for batch in sizes:
-            on_step(f"pass {number + 1}, B = {batch}")
             chosen = [by_name[name] for name in finalists[batch]]
             found[batch] = timed(batch, chosen, settings.seed + 1 + number, FINAL_PASSES)
         passes.append(found)
@@ -196,32 +198,39 @@ def time_arms(
     """
     sweep = settings.sweep_settings(group, seed)
     layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
-    problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
-    arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
-    accept = sweep.accept_for(group.draft_tokens)
-    accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
-    kinds = ("verify",) if group.option == OPTIONS[0] else ("verify", "round")
+    plain = group.option == OPTIONS[0]
+    kinds = ("verify",) if plain else ("verify", "round")
+    calls: dict[str, dict[str, list[Callable[[], object]]]] = {}
     graphs: dict[str, Replayable] = {}
-    sound = []
 
     def bits(arm: Arm) -> None:
         check_written(settings, group, problems, arm)
 
-    def graph(arm: Arm) -> None:
-        own = {f"{arm.name}|{kind}": capture(calls_of(kind, arm, problems, accept_lens)) for kind in kinds}
+    def first(arm: Arm) -> None:
+        own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
+        for these in own.values():
+            run_once(these[:ALIGNMENTS] if plain else these)  # a round replays what the round before recorded
         if device == "cuda":
             torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
-        graphs.update(own)
-        sound.append(arm)
+        calls[arm.name] = own
 
-    if on_failure is not None:
-        arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
-        _free(device)
-    for arm in arms:
-        _succeeds(graph, arm, device, on_failure)
-    timed = measure_interleaved(graphs, layers, passes=passes)
+    def graph(arm: Arm) -> None:
+        graphs.update({name: record(these) for name, these in calls[arm.name].items()})
+
+    with gpu_turn(device):
+        problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
+        accept = sweep.accept_for(group.draft_tokens)
+        accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
+        arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
+        if on_failure is not None:
+            arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
+            _free(device)
+        arms = [arm for arm in arms if _succeeds(first, arm, device, on_failure)]
+    arms = [arm for arm in arms if _succeeds(graph, arm, device, on_failure)]
+    with gpu_turn(device):
+        timed = measure_interleaved(graphs, layers, passes=passes)
     found = {}
-    for arm in sound:
+    for arm in arms:
         us = [timed[f"{arm.name}|{kind}"].median_us for kind in kinds]
         found[arm.name] = (us[0], us[1] if len(us) > 1 else None)
     graphs.clear()

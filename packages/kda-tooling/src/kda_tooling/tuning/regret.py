@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from kda_backend.gate import Decision, Table, decide, load_table
 from kda_backend.gate.cells import GATES
 from kda_backend.gate.env import TABLES
 from kda_kernels import LaunchConfig
-from kda_tooling.bench.arms import Arm, config_name
+from kda_tooling.bench.arms import OURS, Arm, config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.settings import DTYPES
-from kda_tooling.peers import Peer
+from kda_tooling.bench.sweep import build_arms, build_problems, check_memory
+from kda_tooling.bench.warmup import compile_all, compile_jobs
+from kda_tooling.peers import load_peer
 from kda_tooling.tuning.compiling import Compiling, Job, arm_of, compile_target
 from kda_tooling.tuning.measure import deciding, time_arms
-from kda_tooling.tuning.run import table_file, target_of
+from kda_tooling.tuning.run import device_memory, table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
+from kda_tooling.tuning.sharing import measured_in_processes, process_count
 
 PASSES = 7
 
@@ -111,11 +115,18 @@ def measure_regret(
     settings: TuneSettings,
     folder: Path,
     *,
-    peers: Sequence[Peer] = (),
+    peers: Sequence[str] = (),
+    processes: int | None = None,
     on_compiled: Callable[[int, int], None] = lambda done, of: None,
-    on_cell: Callable[[str, int, int], None] = lambda cell, done, of: None,
+    on_group: Callable[[Group, int, int], None] = lambda group, done, of: None,
 ) -> RegretResult:
     """Measure every cell of ``settings`` on the current CUDA device, decided by the table in ``folder``.
+
+    Args:
+        settings: which cells.
+        folder: of the table.
+        peers: specs for `kda_tooling.peers.load_peer`.
+        processes, on_compiled, on_group: as `kda_tooling.tuning.run.run_tune`.
 
     Raises:
         TableError: there is no table for this GPU, or it cannot be read.
@@ -130,25 +141,61 @@ def measure_regret(
         raise ValueError(f"{path} has no cell of what is asked for")
     left_out = [str(group) for group in settings.groups() if group not in groups]
     jobs: list[Job] = [(group, lane, config) for group, found in groups.items() for lane, config in found]
-    of = len(groups) * len(settings.batch_sizes)
+    sweeps = [settings.sweep_settings(group) for group in groups]
+    needed = max(check_memory(sweep, machine.l2_bytes, device_memory()) for sweep in sweeps)
+    count = process_count(processes, len(groups), needed, device_memory())
     results: list[Regret] = []
+    _compile_peers(settings, [group for group in groups if group.mode == "ring"], peers)
     with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
-        for group, found in groups.items():
+
+        def prepared(group: Group) -> list[tuple[str, LaunchConfig]]:
             compiling.of(group)
-            for batch in settings.batch_sizes:
-                on_cell(f"{group}, B = {batch}", len(results), of)
-                decision = decision_at(settings, group, batch, machine, folder)
-                chosen = arm_of(settings, group, decision.lane, decision.launch)
-                arms = {chosen.name: chosen}
-                for lane, config in found:
-                    arm = arm_of(settings, group, lane, config)
-                    arms.setdefault(arm.name, arm)
-                times = time_arms(
-                    settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=peers
-                )
-                us = {name: deciding(time) for name, time in times.items()}
-                results.append(_regret(group, batch, decision, chosen, arms, us))
+            return groups[group]
+
+        measure = partial(_measure_group, settings, folder, machine, tuple(peers))
+        done = measured_in_processes(list(groups), prepared, measure, count)
+        for number, (group, (_, cells)) in enumerate(zip(groups, done, strict=True), 1):
+            results += cells
+            on_group(group, number, len(groups))
     return RegretResult(machine, path.name, results, time.monotonic() - started, left_out)
+
+
+def _compile_peers(settings: TuneSettings, groups: Sequence[Group], peers: Sequence[str]) -> None:
+    """Fill Triton's disk cache with the peers' kernels: compiled one by one they would hold up every turn."""
+    if not peers or not groups:
+        return
+    lengths = tuple(dict.fromkeys(group.draft_tokens for group in groups))
+    sweep = replace(settings.sweep_settings(groups[0]), peers=tuple(peers), draft_tokens=lengths)
+    loaded = [load_peer(spec) for spec in peers]
+    arms = {t: build_arms(sweep, build_problems(sweep, t, 1, 1, "cuda").layers[0], loaded) for t in lengths}
+    jobs = [(t, batch, index) for t, batch, index in compile_jobs(sweep, arms) if arms[t][index].owner != OURS]
+    compile_all(sweep, jobs, on_done=lambda name: None)
+
+
+def _measure_group(
+    settings: TuneSettings,
+    folder: Path,
+    machine: Machine,
+    peers: Sequence[str],
+    group: Group,
+    found: Sequence[tuple[str, LaunchConfig]],
+) -> list[Regret]:
+    """All batch sizes of a group; ``found`` is what `alternatives` gives."""
+    loaded = [load_peer(spec) for spec in peers] if group.mode == "ring" else []  # it is all that peers are measured in
+    results = []
+    for batch in settings.batch_sizes:
+        decision = decision_at(settings, group, batch, machine, folder)
+        chosen = arm_of(settings, group, decision.lane, decision.launch)
+        arms = {chosen.name: chosen}
+        for lane, config in found:
+            arm = arm_of(settings, group, lane, config)
+            arms.setdefault(arm.name, arm)
+        times = time_arms(
+            settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=loaded
+        )
+        us = {name: deciding(time) for name, time in times.items()}
+        results.append(_regret(group, batch, decision, chosen, arms, us))
+    return results
 
 
 def _regret(

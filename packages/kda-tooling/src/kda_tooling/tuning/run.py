@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +18,10 @@ from kda_tooling.bench.arms import config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.sweep import check_memory
 from kda_tooling.dtypes import long_dtype
-from kda_tooling.tuning.compiling import Compiling, Failure, candidate_jobs, compile_target
-from kda_tooling.tuning.measure import FINAL_PASSES, measure_group
+from kda_tooling.tuning.compiling import Compiled, Compiling, Failure, candidate_jobs, compile_target
+from kda_tooling.tuning.measure import FINAL_PASSES, Measured, measure_group
 from kda_tooling.tuning.settings import Group, TuneSettings
+from kda_tooling.tuning.sharing import measured_in_processes, process_count
 
 TIMING = (
     f"CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of {FINAL_PASSES}; "
@@ -37,7 +39,8 @@ class TuneResult:
         keys: of every cell that was asked for.
         measured: those that this run measured; the others it found in the file.
         failures: candidates that were not timed.
-        seconds: of compiling, and of each group's measuring.
+        seconds: of the run ("all"), of the first group's waiting for compilers ("compiling"), and of each group's
+            measuring, several of which may go on at a time.
     """
 
     table: Table
@@ -110,15 +113,21 @@ def with_cells(table: Table, cells: list[Cell]) -> Table:
     return replace(table, cells=tuple((dict(table.by_key) | {cell.key: cell for cell in cells}).values()))
 
 
+def _timed_group(settings: TuneSettings, l2_bytes: int, group: Group, compiled: Compiled) -> tuple[Measured, float]:
+    """A group's figures, and how many seconds they took."""
+    began = time.monotonic()
+    return measure_group(settings, group, compiled, l2_bytes), time.monotonic() - began
+
+
 def run_tune(
     settings: TuneSettings,
     into: Path,
     *,
     fresh: bool = False,
     resume: bool = False,
+    processes: int | None = None,
     on_compiled: Callable[[int, int], None] = lambda done, of: None,
     on_group: Callable[[Group, int, int], None] = lambda group, done, of: None,
-    on_step: Callable[[str], None] = lambda step: None,
 ) -> TuneResult:
     """Tune on the current CUDA device. The file is written, whole, after every group.
 
@@ -127,15 +136,17 @@ def run_tune(
         into: folder of the table.
         fresh: cells that the file has already are dropped.
         resume: groups that the file has already, every batch size of them, are left as they are.
-        on_compiled: called with (done, of) while compiling.
-        on_group, on_step: called before each group, and before each of its steps.
+        processes: groups measured at a time; None: as the machine's cores and the device's memory allow.
+        on_compiled: called with (done, of) while compiling, from another thread.
+        on_group: called with (group, done, of) after each group.
 
     Raises:
         ValueError: see `start_table` and `kda_tooling.bench.sweep.check_memory`.
         OSError: the file cannot be written.
-        RuntimeError: the GPU is unusable (`kda_tooling.tuning.measure.ContextLostError`), or compilers keep dying. What
-            was measured before is in the file.
+        RuntimeError: the GPU is unusable (`kda_tooling.tuning.measure.ContextLostError`), or compilers or measuring
+            processes die. What was measured before is in the file.
     """
+    began = time.monotonic()
     machine = describe_machine()
     table, path = start_table(settings, machine, into, fresh)
     result = TuneResult(table, path, settings.keys())
@@ -144,26 +155,29 @@ def run_tune(
         for group in settings.groups()
         if not (resume and all(group.key(batch) in table.by_key for batch in settings.batch_sizes))
     ]
-    for group in groups:
-        check_memory(settings.sweep_settings(group), machine.l2_bytes, device_memory())
+    sweeps = [settings.sweep_settings(group) for group in groups]
+    needed = max((check_memory(sweep, machine.l2_bytes, device_memory()) for sweep in sweeps), default=0)
+    count = process_count(processes, len(groups), needed, device_memory())
     jobs = candidate_jobs(settings, groups, torch.version.hip is None)
-    result.seconds["compiling"] = 0.0
     with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
-        for index, group in enumerate(groups):
-            on_group(group, index, len(groups))
-            on_step("compiling")
-            started = time.monotonic()
-            compiled = compiling.of(group)
-            result.failures += compiled.failures
-            result.seconds["compiling"] += time.monotonic() - started
-            started = time.monotonic()
-            measured = measure_group(settings, group, compiled, machine.l2_bytes, on_step=on_step)
-            result.failures += measured.failures
+
+        def compiled(group: Group) -> Compiled:
+            found = compiling.of(group)
+            if group == groups[0]:
+                result.seconds["compiling"] = time.monotonic() - began
+            return found
+
+        measure = partial(_timed_group, settings, machine.l2_bytes)
+        done = measured_in_processes(groups, compiled, measure, count)
+        for number, (group, (candidates, (measured, seconds))) in enumerate(zip(groups, done, strict=True), 1):
+            result.failures += candidates.failures + measured.failures
             cells = [judged(group.key(batch), lanes, settings.margin) for batch, lanes in measured.lanes.items()]
             result.table = with_cells(result.table, cells)
             write_table(result.table, into)
             result.measured += [cell.key for cell in cells]
-            result.seconds[str(group)] = time.monotonic() - started
+            result.seconds[str(group)] = seconds
+            on_group(group, number, len(groups))
+    result.seconds["all"] = time.monotonic() - began
     if groups and load_table(path) != result.table:
         raise RuntimeError(f"{path} read back is not the table that was written")
     return result
