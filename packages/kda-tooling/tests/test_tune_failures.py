@@ -15,7 +15,7 @@ import torch
 from kda_backend.gate import load_table
 from kda_kernels import KdaShape, LaunchConfig
 from kda_tooling.bench.arms import Arm, config_name
-from kda_tooling.bench.bits import BitsDifferError
+from kda_tooling.bench.bits import BitsCheck, BitsDifferError
 from kda_tooling.tuning import compiling, measure
 from kda_tooling.tuning.candidates import Figures
 from kda_tooling.tuning.settings import TuneSettings
@@ -215,13 +215,14 @@ def test_a_fold_on_verify_that_replays_wrongly_is_found(monkeypatch: pytest.Monk
     accept_lens = torch.full((measure.CHECK_BATCH,), 1, dtype=torch.int32)
     reference, arm = (measure.arm_of(settings, group, lane, CONFIGS[2]) for lane in group.lanes)
     expected = measure.two_rounds(problems, reference, accept_lens)
-    measure.check(problems, reference, expected, arm, accept_lens)
+    bits = BitsCheck(problems.layers[0], reference)
+    measure.check(problems, bits, expected, arm, accept_lens)
 
     def commit(problems: Any, accept_lens: torch.Tensor) -> None:  # one record more is pending
         arm.commit(problems, accept_lens + 1)
 
     with pytest.raises(BitsDifferError, match="differs from the reference configuration's"):
-        measure.check(problems, reference, expected, dataclasses.replace(arm, commit=commit), accept_lens)
+        measure.check(problems, bits, expected, dataclasses.replace(arm, commit=commit), accept_lens)
 
 
 def test_what_cannot_be_compiled_is_told_and_the_lane_says_why(

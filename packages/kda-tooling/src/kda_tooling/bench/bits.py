@@ -63,19 +63,39 @@ class _Expected:
             )
 
 
-def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
-    """Run every arm once on poisoned buffers and compare: records and windows, outputs of ours, with equal bits.
+class BitsCheck:
+    """Runs arms on one problem's poisoned buffers and compares what they write: records, windows, outputs of ours.
 
-    Outputs of another form than the recurrent one are equal among themselves; they and a peer's are compared with ours
-    within `OUTPUT_TOLERANCE`. ``state.conv_state`` is restored after each arm: SGLang's unfused lane rolls it.
+    ``state.conv_state`` is restored after each arm: SGLang's unfused lane rolls it.
 
-    Raises:
-        BitsDifferError: an arm differs; the message names both arms and the tensor.
+    Args:
+        problem: one layer.
+        first: what the others are compared with, one of ours in the recurrent form unless all have another; it is run
+            once, before the first of them.
     """
-    conv_state = problem.state.conv_state.clone()
-    expected = _Expected()
-    # What others are compared with comes first: ours, the recurrent form before the other.
-    for arm in sorted(arms, key=lambda arm: (arm.owner != OURS, arm.form != RECURRENT)):
+
+    def __init__(self, problem: VerifyProblem, first: Arm) -> None:
+        self._problem, self._first = problem, first
+        self._conv_state: torch.Tensor | None = None
+        self._expected = _Expected()
+
+    def run(self, arm: Arm) -> None:
+        """Compare ``arm`` with those before it.
+
+        Outputs of another form than the recurrent one are equal among themselves; they and a peer's are compared with
+        ours within `OUTPUT_TOLERANCE`.
+
+        Raises:
+            BitsDifferError: it differs; the message names both arms and the tensor.
+        """
+        if self._conv_state is None:
+            self._conv_state = self._problem.state.conv_state.clone()
+            self._compare(self._first, self._conv_state)
+        if arm is not self._first:
+            self._compare(arm, self._conv_state)
+
+    def _compare(self, arm: Arm, conv_state: torch.Tensor) -> None:
+        problem, expected = self._problem, self._expected
         tensors = _written(problem, arm)
         for tensor in tensors.values():
             tensor.fill_(POISON)
@@ -93,6 +113,15 @@ def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
             expected.equal(arm, "output" if arm.form == RECURRENT else f"{arm.form} output", out)
         if arm.owner != OURS or arm.form != RECURRENT:
             expected.close(arm, "output", out, OUTPUT_TOLERANCE)
+
+
+def check_bits(problem: VerifyProblem, arms: list[Arm]) -> None:
+    """Run every arm once and compare them all, as `BitsCheck` does. Raises `BitsDifferError`."""
+    # What others are compared with comes first: ours, the recurrent form before the other.
+    ordered = sorted(arms, key=lambda arm: (arm.owner != OURS, arm.form != RECURRENT))
+    check = BitsCheck(problem, ordered[0])
+    for arm in ordered:
+        check.run(arm)
 
 
 def check_commits(problems: Problems, arms: list[Arm], accept_lens: torch.Tensor) -> None:

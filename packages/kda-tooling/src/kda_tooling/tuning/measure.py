@@ -11,7 +11,7 @@ import torch
 from kda_backend.gate.cells import OPTIONS, LaneFigures
 from kda_kernels import LaunchConfig, flush
 from kda_tooling.bench.arms import Arm, peer_arms
-from kda_tooling.bench.bits import BitsDifferError, check_bits
+from kda_tooling.bench.bits import BitsCheck, BitsDifferError
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
 from kda_tooling.bench.timing import Replayable, measure_interleaved, record, run_once
 from kda_tooling.peers import Peer
@@ -127,12 +127,13 @@ def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: s
     reference = arm_of(settings, group, group.lanes[0], REFERENCE)
     accept_lens = torch.full((CHECK_BATCH,), max(1, group.draft_tokens - 1), dtype=torch.int32, device=device)
     expected = two_rounds(problems, reference, accept_lens)
+    bits = BitsCheck(problems.layers[0], reference)
     good, failures = [], []
     for lane in group.lanes:
         for config in compiled.configs[lane]:
             arm = arm_of(settings, group, lane, config)
             try:
-                check(problems, reference, expected, arm, accept_lens)
+                check(problems, bits, expected, arm, accept_lens)
             except Exception as error:
                 ensure_alive(device, arm, error)
                 failures.append(Failure(group, lane, config, in_a_line(error)))
@@ -142,10 +143,10 @@ def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: s
 
 
 def check(
-    problems: Problems, reference: Arm, expected: Mapping[str, torch.Tensor], arm: Arm, accept_lens: torch.Tensor
+    problems: Problems, bits: BitsCheck, expected: Mapping[str, torch.Tensor], arm: Arm, accept_lens: torch.Tensor
 ) -> None:
-    """Raise `BitsDifferError` unless ``arm`` writes ``reference``'s records, and what it came to in `two_rounds`."""
-    check_bits(problems.layers[0], [reference, arm])
+    """Raise `BitsDifferError` unless ``arm`` writes the reference's records, and what it came to in `two_rounds`."""
+    bits.run(arm)
     for name, tensor in two_rounds(problems, arm, accept_lens).items():
         if not torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)):
             raise BitsDifferError(f"{arm.name}: {name} differs from the reference configuration's")
@@ -204,7 +205,7 @@ def time_arms(
     graphs: dict[str, Replayable] = {}
 
     def bits(arm: Arm) -> None:
-        check_written(settings, group, problems, arm)
+        check_written(problems, written, arm)
 
     def first(arm: Arm) -> None:
         own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
@@ -223,6 +224,7 @@ def time_arms(
         accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
         if on_failure is not None:
+            written = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
             arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
             _free(device)
         arms = [arm for arm in arms if _succeeds(first, arm, device, on_failure)]
@@ -238,9 +240,9 @@ def time_arms(
     return found
 
 
-def check_written(settings: TuneSettings, group: Group, problems: Problems, arm: Arm) -> None:
+def check_written(problems: Problems, written: BitsCheck, arm: Arm) -> None:
     """Raise `BitsDifferError` unless ``arm`` writes what `REFERENCE` writes on the first layer, outputs and records."""
-    check_bits(problems.layers[0], [arm_of(settings, group, group.lanes[0], REFERENCE), arm])
+    written.run(arm)
     if arm.fold_on_verify:
         problems.folding.reset()
 

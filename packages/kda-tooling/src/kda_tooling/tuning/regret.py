@@ -25,7 +25,7 @@ from kda_tooling.tuning.run import device_memory, table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import measured_in_processes, process_count
 
-PASSES = 7
+PASSES = 5
 
 
 @dataclass(frozen=True)
