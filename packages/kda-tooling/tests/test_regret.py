@@ -172,3 +172,24 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str) -> None
     result = CliRunner().invoke(app, ["gate", "regret", *arguments], env={"COLUMNS": "250"})
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_a_run_that_is_stopped_leaves_the_groups_before_it(
+    measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
+) -> None:
+    both = dataclasses.replace(SETTINGS, gates=("safe", "standard"))
+    written, own = tmp_path / "regret.json", regret.measure_regret
+
+    def stopped(*given: Any, on_group: Callable[..., None], **rest: Any) -> regret.RegretResult:
+        def stop(so_far: regret.RegretResult, done: int, of: int) -> None:
+            on_group(so_far, done, of)
+            raise RuntimeError("stopped")
+
+        return own(both, folder, processes=1, on_group=stop)
+
+    measured(TIMES)
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
+    monkeypatch.setattr(regret, "measure_regret", stopped)
+    result = CliRunner().invoke(app, ["gate", "regret", "--json", str(written)])
+    assert result.exit_code == 2
+    assert [cell["group"] for cell in json.loads(written.read_text())["cells"]] == ["recurrent ring T=2"] * 2

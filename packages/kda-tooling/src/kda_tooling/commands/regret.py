@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from kda_tooling.commands.gate import HeadKDim, Heads, HeadVDim, HvHeads, gate
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import rename_shape_fields, require_gpu
-from kda_tooling.commands.outputs import check_outputs, console_for, write_json
+from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
 from kda_tooling.commands.tune import (
     EVERY_FORM,
     EVERY_MODE,
@@ -88,10 +88,9 @@ def regret(
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     check_outputs({"--json": json})
     require_gpu("kda gate regret", READ_ANYWHERE)
-    result = _measure(settings, tables, peer, processes)
+    result = _measure(settings, tables, peer, processes, json)
     verdict = too_slow(result)
-    data = to_dict(result, verdict)
-    write_json(json, data)
+    write_json(json, to_dict(result, verdict))
     _show(result, verdict, console_for(json))
     if verdict:
         raise typer.Exit(1)
@@ -120,7 +119,10 @@ def to_dict(result: RegretResult, verdict: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure(settings: TuneSettings, tables: Path | None, peers: list[str], processes: int | None) -> RegretResult:
+def _measure(
+    settings: TuneSettings, tables: Path | None, peers: list[str], processes: int | None, json: Path | None
+) -> RegretResult:
+    """Run with progress bars; a file for ``json`` has after each group what is measured so far."""
     from rich.progress import Progress
 
     from kda_backend.gate.folders import PACKAGED
@@ -130,13 +132,17 @@ def _measure(settings: TuneSettings, tables: Path | None, peers: list[str], proc
     with Progress(console=Console(stderr=True)) as progress:
         compiling = progress.add_task("compiling", total=None)
         measuring = progress.add_task("measuring groups", total=None)
+
+        def on_group(so_far: RegretResult, done: int, of: int) -> None:
+            progress.update(measuring, completed=done, total=of, description=f"measured {so_far.cells[-1].group}")
+            if not is_stdout(json):
+                write_json(json, to_dict(so_far, too_slow(so_far)))
+
         try:
             result = measure_regret(
                 settings, Path(PACKAGED) if tables is None else tables, peers=peers, processes=processes,
                 on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
-                on_group=lambda group, done, of: progress.update(
-                    measuring, completed=done, total=of, description=f"measured {group}"
-                ),
+                on_group=on_group,
             )  # fmt: skip
         except (ValueError, OSError, ImportError) as error:
             raise typer.BadParameter(str(error)) from None

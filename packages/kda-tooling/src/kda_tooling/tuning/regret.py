@@ -118,7 +118,7 @@ def measure_regret(
     peers: Sequence[str] = (),
     processes: int | None = None,
     on_compiled: Callable[[int, int], None] = lambda done, of: None,
-    on_group: Callable[[Group, int, int], None] = lambda group, done, of: None,
+    on_group: Callable[[RegretResult, int, int], None] = lambda so_far, done, of: None,
 ) -> RegretResult:
     """Measure every cell of ``settings`` on the current CUDA device, decided by the table in ``folder``.
 
@@ -126,7 +126,8 @@ def measure_regret(
         settings: which cells.
         folder: of the table.
         peers: specs for `kda_tooling.peers.load_peer`.
-        processes, on_compiled, on_group: as `kda_tooling.tuning.run.run_tune`.
+        processes, on_compiled: as `kda_tooling.tuning.run.run_tune`.
+        on_group: called with (all that is measured so far, groups done, of) after each group.
 
     Raises:
         TableError: there is no table for this GPU, or it cannot be read.
@@ -144,7 +145,7 @@ def measure_regret(
     sweeps = [settings.sweep_settings(group) for group in groups]
     needed = max(check_memory(sweep, machine.l2_bytes, device_memory()) for sweep in sweeps)
     count = process_count(processes, len(groups), needed, device_memory())
-    results: list[Regret] = []
+    result = RegretResult(machine, path.name, [], 0.0, left_out)
     _compile_peers(settings, [group for group in groups if group.mode == "ring"], peers)
     with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
 
@@ -154,19 +155,19 @@ def measure_regret(
 
         measure = partial(_measure_group, settings, folder, machine, tuple(peers))
         done = measured_in_processes(list(groups), prepared, measure, count)
-        for number, (group, (_, cells)) in enumerate(zip(groups, done, strict=True), 1):
-            results += cells
-            on_group(group, number, len(groups))
-    return RegretResult(machine, path.name, results, time.monotonic() - started, left_out)
+        for number, (_, cells) in enumerate(done, 1):
+            result = replace(result, cells=result.cells + cells, seconds=time.monotonic() - started)
+            on_group(result, number, len(groups))
+    return result
 
 
 def _compile_peers(settings: TuneSettings, groups: Sequence[Group], peers: Sequence[str]) -> None:
     """Fill Triton's disk cache with the peers' kernels: compiled one by one they would hold up every turn."""
-    if not peers or not groups:
+    loaded = [load_peer(spec) for spec in peers]
+    if not loaded or not groups:
         return
     lengths = tuple(dict.fromkeys(group.draft_tokens for group in groups))
     sweep = replace(settings.sweep_settings(groups[0]), peers=tuple(peers), draft_tokens=lengths)
-    loaded = [load_peer(spec) for spec in peers]
     arms = {t: build_arms(sweep, build_problems(sweep, t, 1, 1, "cuda").layers[0], loaded) for t in lengths}
     jobs = [(t, batch, index) for t, batch, index in compile_jobs(sweep, arms) if arms[t][index].owner != OURS]
     compile_all(sweep, jobs, on_done=lambda name: None)
