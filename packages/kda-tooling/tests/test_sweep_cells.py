@@ -299,6 +299,7 @@ def test_every_variant_that_may_differ_is_compiled_once(monkeypatch: pytest.Monk
     peer = dataclasses.replace(ours, owner="sglang")
     jobs = warmup.compile_jobs(settings, {3: [ours, swept, peer], 8: [ours, swept, unfused]}, device="cpu")
     assert len(set(jobs)) == len(jobs)
+    assert [batch for _, batch, _ in jobs] == sorted(batch for _, batch, _ in jobs), "one kernel's sizes are neighbours"
     found = {key: {b for t, b, index in jobs if (t, index) == key} for key in dict.fromkeys((t, i) for t, _, i in jobs)}
     # Ours where the default configuration changes, a named one once, a peer's at each batch size.
     assert found == {

@@ -62,7 +62,8 @@ def compile_jobs(
                     smallest.setdefault(chosen, batch)
                 sizes = list(smallest.values())
             jobs += [(draft_tokens, batch, index) for batch in sizes]
-    return jobs
+    # Another batch size is mostly the same code: side by side, all workers would compile one kernel, each for itself.
+    return sorted(jobs, key=lambda job: batches.index(job[1]))
 
 
 def compile_all(
