@@ -23,6 +23,7 @@ WHOLE_HEAD = LaunchConfig(block_v=128)
 # and k work of a head less; then it depends on the number of tokens whether arithmetic or loads come first.
 LONE_HEADS = LaunchConfig(16, 4, rows_per_thread=1, state_first=True, prefetch=True)
 FEW_HEADS = LaunchConfig(32, 4, rows_per_thread=2, state_first=True, prefetch=True)
+FEW_HEADS_INPUTS_FIRST = replace(FEW_HEADS, state_first=False, prefetch=False)
 FEW_HEADS_LONG_DRAFT = LaunchConfig(32, 8, rows_per_thread=1, state_first=True, prefetch=True)
 SOME_HEADS = LaunchConfig(64, 8, rows_per_thread=2)
 SOME_HEADS_STATE_FIRST = replace(SOME_HEADS, state_first=True)
@@ -30,22 +31,28 @@ MANY_HEADS = LaunchConfig(64, 4, rows_per_thread=4)
 MANY_HEADS_STATE_FIRST = replace(MANY_HEADS, state_first=True)
 MANY_HEADS_LONG_DRAFT = LaunchConfig(128, 8, rows_per_thread=4, max_registers=128)
 
+WHOLE_HEADS_STATE_FIRST = LaunchConfig(128, 8, rows_per_thread=4, state_first=True)
 MANY_HEADS_CAPPED = replace(MANY_HEADS, max_registers=128)
 FEW_HEADS_UNFUSED = LaunchConfig(32, 8, rows_per_thread=1)
 
 _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
     "fused recurrent": {
         3: ((192, FEW_HEADS), (0, MANY_HEADS)),
-        4: ((64, FEW_HEADS), (132, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
-        0: ((16, LONE_HEADS), (64, FEW_HEADS_LONG_DRAFT), (132, SOME_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
+        4: ((16, LONE_HEADS), (64, FEW_HEADS), (132, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+        0: ((16, LONE_HEADS), (33, FEW_HEADS_LONG_DRAFT), (132, SOME_HEADS), (0, MANY_HEADS_LONG_DRAFT)),
     },
     "fused chunked": {
-        4: ((64, FEW_HEADS), (132, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
-        0: ((16, LONE_HEADS), (64, SOME_HEADS_STATE_FIRST), (132, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
+        3: ((66, FEW_HEADS), (264, WHOLE_HEADS_STATE_FIRST), (0, MANY_HEADS_STATE_FIRST)),
+        4: ((16, FEW_HEADS), (66, FEW_HEADS_INPUTS_FIRST), (264, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+        0: ((16, LONE_HEADS), (132, SOME_HEADS_STATE_FIRST), (264, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
     },
     "unfused recurrent": {
-        4: ((16, LONE_HEADS), (64, FEW_HEADS_UNFUSED), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS_STATE_FIRST)),
+        4: ((16, LONE_HEADS), (33, FEW_HEADS_UNFUSED), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS_STATE_FIRST)),
         0: ((16, LONE_HEADS), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS_STATE_FIRST)),
+    },
+    "unfused chunked": {
+        4: ((16, LONE_HEADS), (33, SOME_HEADS_STATE_FIRST), (0, WHOLE_HEADS_STATE_FIRST)),
+        0: ((16, LONE_HEADS), (66, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
     },
     "fused recurrent, pending": {
         4: ((64, FEW_HEADS), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS_CAPPED)),
@@ -57,8 +64,9 @@ _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
     },
 }
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
-measured batch sizes; past 132, eight-warp programs of half a head, two to an SM, need a second wave on 132 SMs. What
-was not measured on its own (unfused chunked, unfused with a pending fold) goes by the fused lane's."""
+measured batch sizes, where programs need a second wave on 132 SMs: past 33 heads those of a quarter of a head with
+eight warps, one to an SM; past 132 those of half a head with eight warps, two to an SM; past 264 those of a whole head.
+What was not measured on its own (unfused with a pending fold) goes by the fused lane's."""
 
 
 def default_verify_config(
@@ -86,7 +94,7 @@ def default_verify_config(
         return PORTABLE_LONG_CHUNK if long_chunk else PORTABLE
     heads = batch * shape.num_v_heads
     if fused and not pending and indices_ready and draft_tokens == 4 and heads <= 16:
-        return LONE_HEADS
+        return LONE_HEADS  # in the chunked form too
     own, of_fused = (f"{lane} {form}{', pending' if pending else ''}" for lane in ("unfused", "fused"))
     by_tokens = _BY_HEADS.get(of_fused if fused else own, _BY_HEADS[of_fused])
     by_heads = next(choices for most, choices in by_tokens.items() if draft_tokens <= most or not most)

@@ -15,6 +15,7 @@ from kda_kernels import LaunchConfig
 from kda_kernels.aot import TARGETS
 from kda_kernels.defaults import (
     FEW_HEADS,
+    FEW_HEADS_INPUTS_FIRST,
     FEW_HEADS_LONG_DRAFT,
     FEW_HEADS_UNFUSED,
     FOLD_LONG,
@@ -27,6 +28,7 @@ from kda_kernels.defaults import (
     PORTABLE_LONG_CHUNK,
     SOME_HEADS,
     SOME_HEADS_STATE_FIRST,
+    WHOLE_HEADS_STATE_FIRST,
 )
 from kda_tooling.compiling.calls import call
 
@@ -251,6 +253,12 @@ _SM90 = [
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=SOME_HEADS_STATE_FIRST, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=MANY_HEADS_LONG_DRAFT, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=MANY_HEADS, chunked=True),
+    CompileSpec("verify_fused", "ring", config=FEW_HEADS_INPUTS_FIRST, chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=3, config=WHOLE_HEADS_STATE_FIRST, chunked=True),
+    CompileSpec("verify_unfused", "ring", config=SOME_HEADS_STATE_FIRST, chunked=True),
+    CompileSpec("verify_unfused", "ring", config=WHOLE_HEADS_STATE_FIRST, chunked=True),
+    CompileSpec("verify_unfused", "ring", draft_tokens=8, config=SOME_HEADS, chunked=True),
+    CompileSpec("verify_unfused", "ring", draft_tokens=8, config=MANY_HEADS_STATE_FIRST, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=16, config=PORTABLE_LONG_CHUNK, chunked=True),
     *_verify_specs("ring", draft_tokens=8, config=MANY_HEADS_LONG_DRAFT),
     *_verify_specs("ring", draft_tokens=1, config=FEW_HEADS),
