@@ -34,7 +34,7 @@ class Clock:
         self.us = us
         self.runs: list[list[str]] = []
 
-    def __call__(self, graphs: dict[str, Any], calls: int, *, passes: int) -> dict[str, Timing]:
+    def __call__(self, graphs: dict[str, Any], calls: int, *, passes: int, **_: Any) -> dict[str, Timing]:
         self.runs.append(list(graphs))
         return {name: Timing((self.us(name, len(self.runs)),) * passes) for name in graphs}
 

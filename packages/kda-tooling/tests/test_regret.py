@@ -68,7 +68,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., reg
     monkeypatch.setattr(regret, "time_arms", lambda *args, **rest: own(*args, device="cpu", **rest))
 
     def run(us: dict[str, float], settings: TuneSettings = SETTINGS) -> regret.RegretResult:
-        def clock(graphs: dict[str, Any], calls: int, *, passes: int) -> dict[str, Timing]:
+        def clock(graphs: dict[str, Any], calls: int, *, passes: int, **_: Any) -> dict[str, Timing]:
             return {name: Timing((us[name.split("|")[0].removeprefix("kda ")],)) for name in graphs}
 
         monkeypatch.setattr(measure, "measure_interleaved", clock)

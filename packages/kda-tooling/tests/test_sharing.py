@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kda_tooling.tuning import sharing
-from kda_tooling.tuning.sharing import gpu_turn, measured_in_processes, process_count
+from kda_tooling.tuning.sharing import measured_in_processes, process_count, turn
 
 
 def double(item: int) -> int:
@@ -20,9 +20,9 @@ def turn_of(item: Path, prepared: None) -> tuple[int, float, float]:
     """The process, and when its turn began and ended; waits for the other one before it, so that both are at work."""
     item.touch()
     give_up = time.monotonic() + 60
-    while len(list(item.parent.iterdir())) < 2 and time.monotonic() < give_up:
+    while len(list(item.parent.glob("?"))) < 2 and time.monotonic() < give_up:
         time.sleep(0.01)
-    with gpu_turn("cpu"):
+    with turn(item.with_name("the.turn")):
         began = time.monotonic()
         time.sleep(0.3)
         return os.getpid(), began, time.monotonic()
@@ -55,6 +55,18 @@ def test_turns_of_two_processes_do_not_overlap(tmp_path: Path) -> None:
     assert one != two
     assert began_two >= ended_one > began_one
     assert ended_two > began_two
+
+
+def dies_in_its_turn(item: Path, prepared: None) -> None:
+    with turn(item):
+        os._exit(1)
+
+
+def test_a_process_that_dies_in_its_turn_does_not_keep_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        list(measured_in_processes([tmp_path / "the.turn"] * 2, lambda item: None, dies_in_its_turn, 2))
+    with turn(tmp_path / "the.turn"):
+        pass
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -18,6 +18,7 @@ from kda_backend.gate import TableError, load_table
 from kda_backend.gate.table import MOST_PROVENANCE
 from kda_kernels import KdaShape, LaunchConfig, _launch
 from kda_tooling.bench.arms import Arm, config_name
+from kda_tooling.bench.sweep import build_problems
 from kda_tooling.tuning import compiling, measure, run
 from kda_tooling.tuning.candidates import Figures, candidates, capped, fits_heads, ruled_out
 from kda_tooling.tuning.settings import TuneSettings
@@ -241,3 +242,13 @@ def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.
     with contextlib.suppress(StopIteration):
         compiling._figures_of_launches(lambda: _launch.LAUNCHER())
     assert _launch.LAUNCHER is ordinary
+
+
+def test_layers_are_told_apart_by_the_alignment_of_their_tensors() -> None:
+    (group,) = SMALL.groups()
+    # Three requests of two tokens and two heads: a layer's b begins 24 bytes after that of the one before.
+    problems = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 3, 5, "cpu")
+    assert [problem.b.data_ptr() % 16 for problem in problems.layers] == [0, 8, 0, 8, 0]
+    assert measure.unlike_layers(problems) == [0, 1]
+    alike = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 2, 5, "cpu")
+    assert measure.unlike_layers(alike) == [0]

@@ -56,7 +56,7 @@ def fails_when_run(monkeypatch: pytest.MonkeyPatch, batch: int, error: Exception
             raise error
 
     def calls_of(kind: str, arm: Arm, problems: Any, accept_lens: torch.Tensor) -> list[Any]:
-        return [functools.partial(print, (arm.lane, arm.config), problems.layers[0])]
+        return [functools.partial(print, (arm.lane, arm.config), problem) for problem in problems.layers]
 
     monkeypatch.setattr(measure, "calls_of", calls_of)
     monkeypatch.setattr(measure, "run_once", run_once)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 
 import torch
 
@@ -25,11 +25,13 @@ REFERENCE = LaunchConfig()
 """What every candidate's bits are compared with: the portable kernel, unfused."""
 
 CHECK_BATCH = 3
+ALIGNMENT = 16
+"""Bytes."""
+
 SURVEY_PASSES = 3
 FINAL_PASSES = 5
-ALIGNMENTS = 8
-"""Layers that are run once before all are captured. Layers are equal parts of common tensors, of an even number of
-bytes: their addresses modulo 16, by which Triton compiles, repeat after eight at most."""
+SECONDS_PER_PASS = 1e-3
+"""Time of an arm in a pass; three or five of them differ by tenths of a per cent."""
 
 SAME = 0.005
 """Two configurations are the same speed within this share: then the one of the batch size before is kept, so that
@@ -210,7 +212,7 @@ def time_arms(
     def first(arm: Arm) -> None:
         own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
         for these in own.values():
-            run_once(these[:ALIGNMENTS] if plain else these)  # a round replays what the round before recorded
+            run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
         if device == "cuda":
             torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
         calls[arm.name] = own
@@ -220,6 +222,7 @@ def time_arms(
 
     with gpu_turn(device):
         problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
+        unlike = unlike_layers(problems)
         accept = sweep.accept_for(group.draft_tokens)
         accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
@@ -230,7 +233,7 @@ def time_arms(
         arms = [arm for arm in arms if _succeeds(first, arm, device, on_failure)]
     arms = [arm for arm in arms if _succeeds(graph, arm, device, on_failure)]
     with gpu_turn(device):
-        timed = measure_interleaved(graphs, layers, passes=passes)
+        timed = measure_interleaved(graphs, layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
     found = {}
     for arm in arms:
         us = [timed[f"{arm.name}|{kind}"].median_us for kind in kinds]
@@ -238,6 +241,21 @@ def time_arms(
     graphs.clear()
     _free(device)
     return found
+
+
+def unlike_layers(problems: Problems) -> list[int]:
+    """Layers of every kind that there is, by the alignment of their tensors: by it, Triton compiles."""
+    kinds = [tuple(t.data_ptr() % ALIGNMENT for t in _tensors(problem)) for problem in problems.layers]
+    return [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Those of a dataclass, and of the dataclasses in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for part in vars(value).values():
+            yield from _tensors(part)
 
 
 def check_written(problems: Problems, written: BitsCheck, arm: Arm) -> None:

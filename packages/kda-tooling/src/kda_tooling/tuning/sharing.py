@@ -1,17 +1,22 @@
 """Several processes measure on one GPU: what one of them times has the device to itself, all else goes on beside it.
 
 Most of a cell's time is the host's: checking and capturing the calls of some hundred layers. Kernels run for a few
-seconds of a minute. So groups are measured in processes of their own that take turns on the device.
+seconds of a minute. So groups are measured in processes of their own that take turns on the device, and so do the
+processes of other runs.
 """
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,22 +32,30 @@ MOST_PROCESSES = 4
 CORES_EACH = 3
 """A process captures on one; compilers of later groups have the others."""
 
-_TURN: AbstractContextManager[Any] = nullcontext()
+
+def turn_file() -> Path:
+    """The file that whoever measures on the current GPU locks; a user's own."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return Path(tempfile.gettempdir()) / f"kda-{os.getuid()}-{gpu}.turn"
 
 
-def _join(turn: AbstractContextManager[Any]) -> None:
-    """Make ``turn`` this process's."""
-    global _TURN
-    _TURN = turn
+@contextmanager
+def turn(file: Path) -> Iterator[None]:
+    """Only one process at a time is in here with the same ``file``; one that dies in here leaves it."""
+    with file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
 def gpu_turn(device: str) -> Iterator[None]:
-    """No other process of the run has kernels on the GPU in here; this one has none after it."""
-    with _TURN:
+    """No other process that takes turns has kernels on the GPU in here; this one has none after it."""
+    if device != "cuda":
         yield
-        if device == "cuda":
-            torch.cuda.synchronize()
+        return
+    with turn(turn_file()):
+        yield
+        torch.cuda.synchronize()
 
 
 def process_count(asked: int | None, groups: int, needed: int, device_bytes: int) -> int:
@@ -79,8 +92,7 @@ def measured_in_processes(
             prepared = prepare(item)
             yield prepared, measure(item, prepared)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_join, initargs=(context.Lock(),))
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
     threads = ThreadPoolExecutor(count)
 
     def one(item: Item) -> tuple[Prepared, Result]:
