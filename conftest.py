@@ -169,11 +169,12 @@ def run_facts(config: pytest.Config) -> dict[str, object]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    changes = output("git", "status", "--porcelain", "--untracked-files=no")
+    named = os.environ.get("KDA_GIT_SHA")
+    changes = None if named else output("git", "status", "--porcelain", "--untracked-files=no")
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        # KDA_GIT_SHA names the version of a tree that was copied without its .git folder.
-        "git_sha": os.environ.get("KDA_GIT_SHA") or output("git", "rev-parse", "HEAD"),
+        # KDA_GIT_SHA names the version of a tree that was copied without its .git folder: what git says is of another.
+        "git_sha": named or output("git", "rev-parse", "HEAD"),
         "git_changes": None if changes is None else bool(changes),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # Paths that begin at the root are the machine's own business: their last part says enough.
