@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     monkeypatch.setattr(measure, "record", lambda calls: calls)
     monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))
     monkeypatch.setattr(run, "device_memory", lambda: 1 << 40)
+    monkeypatch.setattr(run, "gpu_turn", lambda _: nullcontext())
 
     def tune(
         us: Callable[[str, int], float],

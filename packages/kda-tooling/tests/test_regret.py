@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., reg
     monkeypatch.setattr(measure, "run_once", lambda calls: None)
     monkeypatch.setattr(measure, "record", lambda calls: calls)
     monkeypatch.setattr(regret, "describe_machine", lambda: MACHINE)
-    monkeypatch.setattr(regret, "device_memory", lambda: 1 << 40)
+    monkeypatch.setattr(regret, "count_of", lambda *_: 1)
+    monkeypatch.setattr(regret, "gpu_turn", lambda _: nullcontext())
     monkeypatch.setattr(regret, "time_arms", lambda *args, **rest: own(*args, device="cpu", **rest))
 
     def run(us: dict[str, float], settings: TuneSettings = SETTINGS) -> regret.RegretResult:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,14 +48,15 @@ def dies(item: int, prepared: int) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_results_come_in_order_with_what_was_prepared(count: int) -> None:
+def test_results_come_with_their_item_and_what_was_prepared(count: int) -> None:
     done = list(measured_in_processes([3, 1, 2], double, pair, count))
-    assert done == [(6, (3, 6)), (2, (1, 2)), (4, (2, 4))]
+    assert sorted(done) == [(1, 2, (1, 2)), (2, 4, (2, 4)), (3, 6, (3, 6))]
+    assert count > 1 or [item for item, *_ in done] == [3, 1, 2]
 
 
 def test_turns_of_two_processes_do_not_overlap(tmp_path: Path) -> None:
     items = [tmp_path / "a", tmp_path / "b"]
-    found = [result for _, result in measured_in_processes(items, lambda item: None, turn_of, 2)]
+    found = [result for *_, result in measured_in_processes(items, lambda item: None, turn_of, 2)]
     (one, began_one, ended_one), (two, began_two, ended_two) = sorted(found, key=lambda turn: turn[1])
     assert one != two
     assert began_two >= ended_one > began_one
@@ -69,17 +75,98 @@ def test_a_process_that_dies_in_its_turn_does_not_keep_it(tmp_path: Path) -> Non
         pass
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_error_is_raised_after_the_results_before_it(count: int) -> None:
-    done = measured_in_processes([1, 2, 3], double, fails_at_two, count)
-    assert next(done) == (2, 1)
+def test_with_one_process_an_error_comes_after_the_results_before_it() -> None:
+    done = measured_in_processes([1, 2, 3], double, fails_at_two, 1)
+    assert next(done) == (1, 2, 1)
     with pytest.raises(LookupError, match="no two"):
         next(done)
 
 
-def test_a_process_that_dies_is_told() -> None:
+def late(item: int, prepared: int) -> int:
+    if item == 1:
+        time.sleep(3)
+        raise LookupError("too late")
+    return item
+
+
+def test_what_ended_before_a_failure_is_given() -> None:
+    found: list[int] = []
+    done = (item for item, *_ in measured_in_processes([1, 2, 3, 4], double, late, 2))
+    with pytest.raises(LookupError, match="too late"):
+        found.extend(done)
+    assert sorted(found) == [2, 3, 4]
+
+
+def test_closing_it_begins_nothing_more_and_waits_for_no_preparation() -> None:
+    ready, begun = threading.Event(), []
+
+    def prepare(item: int) -> int:
+        begun.append(item)
+        if item > 1:
+            ready.wait(60)
+        return item
+
+    with closing(measured_in_processes(range(1, 9), prepare, pair, 2)) as done:
+        assert next(done)[0] == 1
+        before = time.monotonic()
+    assert time.monotonic() - before < 30
+    ready.set()
+    assert len(begun) <= 3
+
+
+def test_a_process_that_dies_is_told_and_another_failure_is_not_taken_for_one() -> None:
     with pytest.raises(RuntimeError, match=r"one of 2 measuring processes died.*--processes 1"):
         list(measured_in_processes([1, 2], double, dies, 2))
+
+    def prepare(item: int) -> int:
+        raise BrokenProcessPool("compilers died")
+
+    with pytest.raises(BrokenProcessPool, match="compilers died"):
+        list(measured_in_processes([1, 2], prepare, pair, 2))
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from kda_tooling.tuning.sharing import measured_in_processes
+from worker import wait
+if __name__ == "__main__":
+    list(measured_in_processes([*map(Path, sys.argv[1:])], str, wait, 2))
+"""
+WORKER = """
+import os, time
+def wait(item, prepared):
+    item.write_text(str(os.getpid()))
+    time.sleep(120)
+"""
+
+
+def alive(process: int) -> bool:
+    """Whether it runs; one that ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_measuring_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    (tmp_path / "worker.py").write_text(WORKER)
+    files = [tmp_path / "one", tmp_path / "two"]
+    parent = subprocess.Popen([sys.executable, "parent.py", *map(str, files)], cwd=tmp_path)
+    try:
+        give_up = time.monotonic() + 60
+        while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < give_up:
+            time.sleep(0.05)
+        workers = [int(f.read_text()) for f in files]
+        assert all(map(alive, workers))
+    finally:
+        parent.kill()
+        parent.wait()
+    give_up = time.monotonic() + 30
+    while any(map(alive, workers)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not any(map(alive, workers))
 
 
 @pytest.mark.parametrize(
@@ -93,4 +180,5 @@ def test_as_many_processes_as_groups_cores_and_memory_allow(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, groups: int, needed: int, cores: int, count: int
 ) -> None:
     monkeypatch.setattr(sharing, "usable_cores", lambda: cores)
-    assert process_count(asked, groups, needed, device_bytes=100) == count
+    monkeypatch.setattr(sharing, "RESERVE", 2)
+    assert process_count(asked, groups, needed, free_bytes=100) == count

@@ -10,7 +10,14 @@ import torch
 
 from kda_kernels import KdaShape, scatter_conv
 from kda_tooling.bench.arms import Arm
-from kda_tooling.bench.bits import OUTPUT_TOLERANCE, STATE_TOLERANCE, BitsDifferError, check_bits, check_commits
+from kda_tooling.bench.bits import (
+    OUTPUT_TOLERANCE,
+    STATE_TOLERANCE,
+    BitsCheck,
+    BitsDifferError,
+    check_bits,
+    check_commits,
+)
 from kda_tooling.bench.settings import SweepSettings
 from kda_tooling.bench.sweep import build_arms, build_problems
 from kda_tooling.problem import Problems, VerifyProblem
@@ -146,3 +153,19 @@ def test_a_peer_that_commits_one_token_too_many_is_seen(
     with pytest.raises(BitsDifferError, match=r"peer ring commit: ssm_state .* in norm; allowed is 1e-05"):
         check_commits(problems, [arms[0], peer], accept_lens)
     assert STATE_TOLERANCE < 1e-2
+
+
+def test_nothing_takes_the_place_of_a_first_arm_that_failed(problems: Problems, arms: list[Arm]) -> None:
+    failures = [RuntimeError("out of memory")]
+
+    def verify(p: VerifyProblem) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        return arms[1].verify(p)
+
+    bits = BitsCheck(problems.layers[0], dataclasses.replace(arms[1], verify=verify))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bits.run(arms[3])
+    with pytest.raises(BitsDifferError):
+        bits.run(altered(arms[3], lambda p, out: flip(out)))
+    bits.run(arms[3])

@@ -6,15 +6,18 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kda_backend.gate import TableError, load_table
+from kda_backend.gate import LaneFigures, TableError, load_table
 from kda_backend.gate.table import MOST_PROVENANCE
 from kda_kernels import KdaShape, LaunchConfig, _launch
 from kda_tooling.bench.arms import Arm, config_name
@@ -249,6 +252,55 @@ def test_layers_are_told_apart_by_the_alignment_of_their_tensors() -> None:
     # Three requests of two tokens and two heads: a layer's b begins 24 bytes after that of the one before.
     problems = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 3, 5, "cpu")
     assert [problem.b.data_ptr() % 16 for problem in problems.layers] == [0, 8, 0, 8, 0]
-    assert measure.unlike_layers(problems) == [0, 1]
+    assert measure.one_of_each_alignment(problems) == [0, 1]
     alike = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 2, 5, "cpu")
-    assert measure.unlike_layers(alike) == [0]
+    assert measure.one_of_each_alignment(alike) == [0]
+
+
+def test_kernels_run_in_a_turn_and_captures_do_not(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, seen = [False], []
+
+    @contextmanager
+    def turn(device: str) -> Iterator[None]:
+        assert not inside[0]
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def noted(name: str) -> None:
+        own = getattr(measure, name)
+
+        def call(*args: Any, **rest: Any) -> Any:
+            seen.append((name, inside[0]))
+            return own(*args, **rest)
+
+        monkeypatch.setattr(measure, name, call)
+
+    monkeypatch.setattr(measure, "gpu_turn", turn)
+    for name in ("check", "check_written", "build_problems", "run_once", "record"):
+        noted(name)
+    tuned(lambda name, number: seen.append(("clock", inside[0])) or 1.0)
+    assert set(seen) == {
+        *((name, True) for name in ("check", "check_written", "build_problems", "run_once", "clock")), ("record", False)
+    }  # fmt: skip
+
+
+def test_what_crosses_to_a_measuring_process_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = SMALL.groups()
+    given = partial(run._timed_group, SMALL, 1), group, compiling.Compiled({"fused+ring": [LaunchConfig(32, 1)]}, [])
+    assert pickle.loads(pickle.dumps(given))[1:] == given[1:]
+    failure = compiling.Failure(group, "fused+ring", LaunchConfig(32, 1), "no", batch=2)
+    figures = {1: {"fused+ring": LaneFigures((1.0, 2.0), (), LaunchConfig(32, 1))}}
+    assert pickle.loads(pickle.dumps(measure.Measured(figures, [failure]))) == measure.Measured(figures, [failure])
+    with pytest.raises(measure.ContextLostError, match="lost"):
+        raise pickle.loads(pickle.dumps(measure.ContextLostError("lost")))
+
+
+def test_processes_are_as_many_as_fit_the_largest_group(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(run, "check_memory", lambda sweep, l2, free: sweep.draft_tokens[0] * 10)
+    monkeypatch.setattr(run, "process_count", lambda *given: asked.append(given) or 1)
+    tuned(usual, dataclasses.replace(SMALL, draft_tokens=(3, 2)), processes=7)
+    assert asked == [(7, 2, 30, 1 << 40)]

@@ -64,9 +64,10 @@ _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
     },
 }
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
-measured batch sizes, where programs need a second wave on 132 SMs: past 33 heads those of a quarter of a head with
-eight warps, one to an SM; past 132 those of half a head with eight warps, two to an SM; past 264 those of a whole head.
-What was not measured on its own (unfused with a pending fold) goes by the fused lane's."""
+measured batch sizes (16, 64, 66 and 192 no more than that), some where programs need a second wave on 132 SMs: past 33
+heads those of a quarter of a head with eight warps, one to an SM; past 132 those of half a head with eight warps, two
+to an SM; past 264 those of a whole head. What was not measured on its own (unfused with a pending fold) goes by the
+fused lane's."""
 
 
 def default_verify_config(
@@ -93,8 +94,8 @@ def default_verify_config(
     if backend != "cuda" or long_chunk or not chains:
         return PORTABLE_LONG_CHUNK if long_chunk else PORTABLE
     heads = batch * shape.num_v_heads
-    if fused and not pending and indices_ready and draft_tokens == 4 and heads <= 16:
-        return LONE_HEADS  # in the chunked form too
+    if fused and not pending and form == "chunked" and indices_ready and draft_tokens == 4 and heads <= 16:
+        return LONE_HEADS
     own, of_fused = (f"{lane} {form}{', pending' if pending else ''}" for lane in ("unfused", "fused"))
     by_tokens = _BY_HEADS.get(of_fused if fused else own, _BY_HEADS[of_fused])
     by_heads = next(choices for most, choices in by_tokens.items() if draft_tokens <= most or not most)

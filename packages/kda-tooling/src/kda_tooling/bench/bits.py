@@ -89,8 +89,9 @@ class BitsCheck:
             BitsDifferError: it differs; the message names both arms and the tensor.
         """
         if self._conv_state is None:
-            self._conv_state = self._problem.state.conv_state.clone()
-            self._compare(self._first, self._conv_state)
+            conv_state = self._problem.state.conv_state.clone()
+            self._compare(self._first, conv_state)
+            self._conv_state = conv_state  # only now: nothing may take the place of a first one that failed
         if arm is not self._first:
             self._compare(arm, self._conv_state)
 

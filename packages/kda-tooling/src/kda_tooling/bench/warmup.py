@@ -63,7 +63,7 @@ def compile_jobs(
                 sizes = list(smallest.values())
             jobs += [(draft_tokens, batch, index) for batch in sizes]
     # Another batch size is mostly the same code: side by side, all workers would compile one kernel, each for itself.
-    return sorted(jobs, key=lambda job: batches.index(job[1]))
+    return sorted(jobs, key=lambda job: job[1])
 
 
 def compile_all(

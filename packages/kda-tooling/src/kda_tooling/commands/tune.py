@@ -38,7 +38,11 @@ Modes = Annotated[list[str], typer.Option("--mode", help=f"State modes: {', '.jo
 Options = Annotated[list[str], typer.Option("--option", help=f"Pool options: {OPTION_WORDS}.")]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Processes that measure, in turns; default: a third of the cores, at most 4."),
+    typer.Option(
+        min=1,
+        max=64,
+        help="Processes that measure, in turns, as far as memory allows; default: a third of the cores, at most 4.",
+    ),
 ]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
 EVERY_T = [2, 3, 4, 5, 6, 7, 8]
@@ -237,7 +241,7 @@ def _show(result: TuneResult, changed: list[str], configs: list[str], console: C
     counts = ", ".join(f"{lane} {count}" for lane, count in _lane_counts(result).items()) or "none"
     console.print(f"cells measured: {len(result.measured)} ({counts})", highlight=False)
     console.print(f"not timed: {len(result.failures)} candidates, {len(broken)} of them broken", highlight=False)
-    waited = result.seconds.get("compiling", 0)
+    waited = result.seconds.get("before the first group", 0)
     console.print(f"{result.seconds['all']:.0f} s, {waited:.0f} s of them before the first group", highlight=False)
     console.print(f"table: {plain(result.path)}", highlight=False, soft_wrap=True)
     for line in changed:

@@ -10,6 +10,7 @@ import torch
 
 from kda_backend.gate.cells import OPTIONS, LaneFigures
 from kda_kernels import LaunchConfig, flush
+from kda_kernels._replay import alignment_of
 from kda_tooling.bench.arms import Arm, peer_arms
 from kda_tooling.bench.bits import BitsCheck, BitsDifferError
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
@@ -25,9 +26,6 @@ REFERENCE = LaunchConfig()
 """What every candidate's bits are compared with: the portable kernel, unfused."""
 
 CHECK_BATCH = 3
-ALIGNMENT = 16
-"""Bytes."""
-
 SURVEY_PASSES = 3
 FINAL_PASSES = 5
 SECONDS_PER_PASS = 1e-3
@@ -222,7 +220,7 @@ def time_arms(
 
     with gpu_turn(device):
         problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
-        unlike = unlike_layers(problems)
+        unlike = one_of_each_alignment(problems)
         accept = sweep.accept_for(group.draft_tokens)
         accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
@@ -243,10 +241,10 @@ def time_arms(
     return found
 
 
-def unlike_layers(problems: Problems) -> list[int]:
-    """Layers of every kind that there is, by the alignment of their tensors: by it, Triton compiles."""
-    kinds = [tuple(t.data_ptr() % ALIGNMENT for t in _tensors(problem)) for problem in problems.layers]
-    return [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+def one_of_each_alignment(problems: Problems) -> list[int]:
+    """Layers, one for every way in which their tensors are aligned: by that Triton compiles."""
+    ways = [alignment_of([t.data_ptr() for t in _tensors(problem)]) for problem in problems.layers]
+    return [index for index, way in enumerate(ways) if way not in ways[:index]]
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

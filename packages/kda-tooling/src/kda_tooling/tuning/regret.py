@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,14 @@ from kda_kernels import LaunchConfig
 from kda_tooling.bench.arms import OURS, Arm, config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.settings import DTYPES
-from kda_tooling.bench.sweep import build_arms, build_problems, check_memory
+from kda_tooling.bench.sweep import build_arms, build_problems
 from kda_tooling.bench.warmup import compile_all, compile_jobs
 from kda_tooling.peers import load_peer
 from kda_tooling.tuning.compiling import Compiling, Job, arm_of, compile_target
 from kda_tooling.tuning.measure import deciding, time_arms
-from kda_tooling.tuning.run import device_memory, table_file, target_of
+from kda_tooling.tuning.run import count_of, table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
-from kda_tooling.tuning.sharing import measured_in_processes, process_count
+from kda_tooling.tuning.sharing import gpu_turn, measured_in_processes
 
 PASSES = 5
 
@@ -134,7 +135,8 @@ def measure_regret(
         ValueError: the table has nothing of what is asked for.
     """
     started = time.monotonic()
-    machine = describe_machine()
+    with gpu_turn("cuda"):
+        machine = describe_machine()
     path = table_file(settings, machine, folder)
     table = load_table(path)
     groups = {group: found for group in settings.groups() if (found := alternatives(table, group))}
@@ -142,9 +144,7 @@ def measure_regret(
         raise ValueError(f"{path} has no cell of what is asked for")
     left_out = [str(group) for group in settings.groups() if group not in groups]
     jobs: list[Job] = [(group, lane, config) for group, found in groups.items() for lane, config in found]
-    sweeps = [settings.sweep_settings(group) for group in groups]
-    needed = max(check_memory(sweep, machine.l2_bytes, device_memory()) for sweep in sweeps)
-    count = process_count(processes, len(groups), needed, device_memory())
+    count = count_of(processes, settings, list(groups), machine)
     result = RegretResult(machine, path.name, [], 0.0, left_out)
     _compile_peers(settings, [group for group in groups if group.mode == "ring"], peers)
     with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
@@ -154,10 +154,13 @@ def measure_regret(
             return groups[group]
 
         measure = partial(_measure_group, settings, folder, machine, tuple(peers))
-        done = measured_in_processes(list(groups), prepared, measure, count)
-        for number, (_, cells) in enumerate(done, 1):
-            result = replace(result, cells=result.cells + cells, seconds=time.monotonic() - started)
-            on_group(result, number, len(groups))
+        cells: dict[Group, list[Regret]] = {}
+        with closing(measured_in_processes(list(groups), prepared, measure, count)) as ended:
+            for group, _, of_group in ended:
+                cells[group] = of_group
+                measured = [cell for one in groups if one in cells for cell in cells[one]]
+                result = replace(result, cells=measured, seconds=time.monotonic() - started)
+                on_group(result, len(cells), len(groups))
     return result
 
 
@@ -167,10 +170,12 @@ def _compile_peers(settings: TuneSettings, groups: Sequence[Group], peers: Seque
     if not loaded or not groups:
         return
     lengths = tuple(dict.fromkeys(group.draft_tokens for group in groups))
-    sweep = replace(settings.sweep_settings(groups[0]), peers=tuple(peers), draft_tokens=lengths)
-    arms = {t: build_arms(sweep, build_problems(sweep, t, 1, 1, "cuda").layers[0], loaded) for t in lengths}
-    jobs = [(t, batch, index) for t, batch, index in compile_jobs(sweep, arms) if arms[t][index].owner != OURS]
-    compile_all(sweep, jobs, on_done=lambda name: None)
+    kinds = {(group.gate, group.option): group for group in groups}
+    for kind in kinds.values():
+        sweep = replace(settings.sweep_settings(kind), peers=tuple(peers), draft_tokens=lengths)
+        arms = {t: build_arms(sweep, build_problems(sweep, t, 1, 1, "cuda").layers[0], loaded) for t in lengths}
+        jobs = [(t, batch, index) for t, batch, index in compile_jobs(sweep, arms) if arms[t][index].owner != OURS]
+        compile_all(sweep, jobs, on_done=lambda name: None)
 
 
 def _measure_group(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,10 @@ from kda_tooling.dtypes import long_dtype
 from kda_tooling.tuning.compiling import Compiled, Compiling, Failure, candidate_jobs, compile_target
 from kda_tooling.tuning.measure import FINAL_PASSES, Measured, measure_group
 from kda_tooling.tuning.settings import Group, TuneSettings
-from kda_tooling.tuning.sharing import measured_in_processes, process_count
+from kda_tooling.tuning.sharing import gpu_turn, measured_in_processes, process_count
 
 TIMING = (
-    f"CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of {FINAL_PASSES}; "
+    f"CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of {FINAL_PASSES} of 1 ms; "
     "inputs and graphs of each pass are its own"
 )
 
@@ -39,7 +40,7 @@ class TuneResult:
         keys: of every cell that was asked for.
         measured: those that this run measured; the others it found in the file.
         failures: candidates that were not timed.
-        seconds: of the run ("all"), of the first group's waiting for compilers ("compiling"), and of each group's
+        seconds: of the run ("all"), of its beginning ("before the first group" was compiled), and of each group's
             measuring, several of which may go on at a time.
     """
 
@@ -70,8 +71,9 @@ def table_file(settings: TuneSettings, machine: Machine, folder: Path) -> Path:
 
 
 def device_memory() -> int:
-    """Bytes of the current CUDA device."""
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    """Bytes of the current CUDA device that are free, those included that this process keeps for reuse."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def start_table(settings: TuneSettings, machine: Machine, into: Path, fresh: bool) -> tuple[Table, Path]:
@@ -113,6 +115,17 @@ def with_cells(table: Table, cells: list[Cell]) -> Table:
     return replace(table, cells=tuple((dict(table.by_key) | {cell.key: cell for cell in cells}).values()))
 
 
+def count_of(asked: int | None, settings: TuneSettings, groups: Sequence[Group], machine: Machine) -> int:
+    """How many processes measure ``groups``.
+
+    Raises:
+        ValueError: one does not fit the device's free memory.
+    """
+    free = device_memory()
+    needed = [check_memory(settings.sweep_settings(group), machine.l2_bytes, free) for group in groups]
+    return process_count(asked, len(groups), max(needed, default=0), free)
+
+
 def _timed_group(settings: TuneSettings, l2_bytes: int, group: Group, compiled: Compiled) -> tuple[Measured, float]:
     """A group's figures, and how many seconds they took."""
     began = time.monotonic()
@@ -147,7 +160,8 @@ def run_tune(
             processes die. What was measured before is in the file.
     """
     began = time.monotonic()
-    machine = describe_machine()
+    with gpu_turn("cuda"):
+        machine = describe_machine()
     table, path = start_table(settings, machine, into, fresh)
     result = TuneResult(table, path, settings.keys())
     groups = [
@@ -155,28 +169,26 @@ def run_tune(
         for group in settings.groups()
         if not (resume and all(group.key(batch) in table.by_key for batch in settings.batch_sizes))
     ]
-    sweeps = [settings.sweep_settings(group) for group in groups]
-    needed = max((check_memory(sweep, machine.l2_bytes, device_memory()) for sweep in sweeps), default=0)
-    count = process_count(processes, len(groups), needed, device_memory())
+    count = count_of(processes, settings, groups, machine)
     jobs = candidate_jobs(settings, groups, torch.version.hip is None)
     with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
 
         def compiled(group: Group) -> Compiled:
             found = compiling.of(group)
             if group == groups[0]:
-                result.seconds["compiling"] = time.monotonic() - began
+                result.seconds["before the first group"] = time.monotonic() - began
             return found
 
         measure = partial(_timed_group, settings, machine.l2_bytes)
-        done = measured_in_processes(groups, compiled, measure, count)
-        for number, (group, (candidates, (measured, seconds))) in enumerate(zip(groups, done, strict=True), 1):
-            result.failures += candidates.failures + measured.failures
-            cells = [judged(group.key(batch), lanes, settings.margin) for batch, lanes in measured.lanes.items()]
-            result.table = with_cells(result.table, cells)
-            write_table(result.table, into)
-            result.measured += [cell.key for cell in cells]
-            result.seconds[str(group)] = seconds
-            on_group(group, number, len(groups))
+        with closing(measured_in_processes(groups, compiled, measure, count)) as ended:
+            for number, (group, candidates, (measured, seconds)) in enumerate(ended, 1):
+                result.failures += candidates.failures + measured.failures
+                cells = [judged(group.key(batch), lanes, settings.margin) for batch, lanes in measured.lanes.items()]
+                result.table = with_cells(result.table, cells)
+                write_table(result.table, into)
+                result.measured += [cell.key for cell in cells]
+                result.seconds[str(group)] = seconds
+                on_group(group, number, len(groups))
     result.seconds["all"] = time.monotonic() - began
     if groups and load_table(path) != result.table:
         raise RuntimeError(f"{path} read back is not the table that was written")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
+import multiprocessing.connection
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +33,18 @@ MOST_PROCESSES = 4
 CORES_EACH = 3
 """A process captures on one; compilers of later groups have the others."""
 
+RESERVE = 2 << 30
+"""Bytes of device memory for a process's context and for the outputs that its graphs keep."""
+
+FOLDER = "~/.cache/kda"
+"""Of the turn files: one that other users cannot open a file in."""
+
 
 def turn_file() -> Path:
-    """The file that whoever measures on the current GPU locks; a user's own."""
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    return Path(tempfile.gettempdir()) / f"kda-{os.getuid()}-{gpu}.turn"
+    """The file that whoever measures on the current GPU locks."""
+    folder = Path(FOLDER).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}.turn"
 
 
 @contextmanager
@@ -49,7 +57,7 @@ def turn(file: Path) -> Iterator[None]:
 
 @contextmanager
 def gpu_turn(device: str) -> Iterator[None]:
-    """No other process that takes turns has kernels on the GPU in here; this one has none after it."""
+    """No other process that takes turns has kernels on the GPU in here, this one none after it, unless it raises."""
     if device != "cuda":
         yield
         return
@@ -58,16 +66,16 @@ def gpu_turn(device: str) -> Iterator[None]:
         torch.cuda.synchronize()
 
 
-def process_count(asked: int | None, groups: int, needed: int, device_bytes: int) -> int:
+def process_count(asked: int | None, groups: int, needed: int, free_bytes: int) -> int:
     """How many processes to measure in.
 
     Args:
         asked: by the user, or None.
         groups: number of groups.
         needed: bytes of device memory of the largest cell, in each process.
-        device_bytes: the device's memory.
+        free_bytes: of the device's memory.
     """
-    fit = max(1, device_bytes // max(1, needed))
+    fit = free_bytes // (needed + RESERVE)
     return max(1, min(asked or min(MOST_PROCESSES, usable_cores() // CORES_EACH), groups, fit))
 
 
@@ -76,37 +84,56 @@ def measured_in_processes(
     prepare: Callable[[Item], Prepared],
     measure: Callable[[Item, Prepared], Result],
     count: int,
-) -> Iterator[tuple[Prepared, Result]]:
-    """``prepare`` and ``measure`` every item, in order; of ``count`` items at a time, unless it is 1.
+) -> Generator[tuple[Item, Prepared, Result]]:
+    """``prepare`` and ``measure`` every item, and give it with what came of it once that is there.
+
+    ``count`` items are begun at a time, in order; more than one are given in the order in which they end. Whoever may
+    leave before the last one closes the iterator (`contextlib.closing`).
 
     Args:
-        prepare: runs in this process, in a thread.
-        measure: runs in a process of its own, so it and what it takes and gives are picklable.
+        prepare: runs in this process; in a thread, unless ``count`` is 1.
+        measure: runs in this process if ``count`` is 1, else in one of ``count`` others: then it and what it takes and
+            gives are picklable.
 
     Raises:
         RuntimeError: a process died.
-        Exception: what either raised; items that have not begun are dropped.
+        Exception: what either raised; of items that have not ended, none is given, and no other one is begun.
     """
     if count == 1:
         for item in items:
             prepared = prepare(item)
-            yield prepared, measure(item, prepared)
+            yield item, prepared, measure(item, prepared)
         return
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent)
     threads = ThreadPoolExecutor(count)
 
-    def one(item: Item) -> tuple[Prepared, Result]:
+    def one(item: Item) -> tuple[Item, Prepared, Result]:
         prepared = prepare(item)
-        return prepared, pool.submit(measure, item, prepared).result()
+        try:
+            return item, prepared, pool.submit(measure, item, prepared).result()
+        except BrokenProcessPool as broken:
+            raise RuntimeError(
+                f"one of {count} measuring processes died: is memory short? --processes 1 measures in one"
+            ) from broken
 
     futures = [threads.submit(one, item) for item in items]
     try:
-        for future in futures:
+        for future in as_completed(futures):
             yield future.result()
-    except BrokenProcessPool:
-        raise RuntimeError(
-            f"one of {count} measuring processes died: is memory short? --processes 1 measures in one"
-        ) from None
     finally:
-        threads.shutdown(cancel_futures=True)
-        pool.shutdown()
+        # Threads may wait for compilers, which whoever started those ends.
+        threads.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as its parent has ended, however that did: it would hold the GPU's memory for good."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            multiprocessing.connection.wait([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
