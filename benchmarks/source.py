@@ -1,12 +1,16 @@
-"""Where a suite's values come from: stored files, a measurement made now, or nowhere."""
+"""Where a suite's values come from: stored files, a measurement made now, or nowhere.
+
+``python -m benchmarks.source FOLDER`` measures into files, which `benchmarks.store` stores elsewhere: no asv, no git.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from . import ACCEPT, BATCH_SIZES, DRAFT_TOKENS, HEAD_DIMS, LANES, SHAPE, SOURCE, Values
@@ -113,3 +117,40 @@ def values_of(kind: str) -> Values:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         return combined(record_of(path.read_text(encoding="utf-8"), str(path)) for path in measure(kind, Path(folder)))
+
+
+def measure_here(folder: Path, kinds: Iterable[str] | None = None) -> list[str]:
+    """Measure ``kinds``, or all that this machine can, into ``folder``; returns what failed, which stops no other."""
+    failed = []
+    for kind in measurable() if kinds is None else kinds:
+        try:
+            measure(kind, folder)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            failed.append(f"{kind}: {error}")
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command; exits with 1 where a kind could not be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.source",
+        description="Measure this machine's cells of the history into JSON files; stores nothing.",
+        epilog="Example: KDA_GIT_SHA=COMMIT python -m benchmarks.source history/COMMIT verify round; elsewhere then "
+        "nox -s bench -- --json history",
+    )
+    parser.add_argument("folder", type=Path, help="where to; made where it is missing")
+    every = f"of {', '.join(KINDS)}; default: all that this machine can measure"
+    parser.add_argument("kinds", nargs="*", metavar="KIND", choices=KINDS, help=every)
+    given = parser.parse_args(arguments)
+    try:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"folder: {given.folder} cannot be made: {error.strerror}; name another")
+    failed = measure_here(given.folder, given.kinds or None)
+    for wrong in failed:
+        sys.stderr.write(f"not measured: {wrong}\n")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

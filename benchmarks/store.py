@@ -21,7 +21,7 @@ from typing import Any
 from . import idle
 from .asv_runs import ENVIRONMENT, ROOT, merged, normalised, run_asv, same_versions, without_empty
 from .records import KINDS, Record, files_in, load, record_of
-from .source import measurable, measure
+from .source import measure_here
 from .spread import with_spread
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -161,17 +161,6 @@ def replay(source: Path, given: str | None, results: Path) -> list[str]:
             continue
         sys.stdout.write(f"stored {os.path.relpath(written)} from {', '.join(record.where for record in group)}\n")
     return unusable + refused
-
-
-def measure_here(folder: Path) -> list[str]:
-    """Measure every kind that this machine can, into ``folder``; returns what failed, which stops no other."""
-    failed = []
-    for kind in measurable():
-        try:
-            measure(kind, folder)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            failed.append(f"{kind}: {error}")
-    return failed
 
 
 def main(arguments: list[str] | None = None) -> None:

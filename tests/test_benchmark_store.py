@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import asv_runs, records, store
+from benchmarks import asv_runs, records, source, store
 from tests.support.history_files import EXAMPLE, FILES, text_of
 
 
@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_stored_is_exit_code_1(
 
 def test_a_changed_tree_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDA_GIT_SHA", "unknown")
-    monkeypatch.setattr(store, "measure", must_not_run)
+    monkeypatch.setattr(source, "measure", must_not_run)
     with pytest.raises(SystemExit, match="measure a committed tree"):
         store.main([])
 
@@ -200,8 +200,8 @@ def test_a_measurement_that_fails_is_said_and_the_others_are_stored(
         shutil.copy(FILES / "memory.json", folder)
 
     kept: list[str] = []
-    monkeypatch.setattr(store, "measurable", lambda: iter(("compile", "memory")))
-    monkeypatch.setattr(store, "measure", measure)
+    monkeypatch.setattr(source, "measurable", lambda: iter(("compile", "memory")))
+    monkeypatch.setattr(source, "measure", measure)
     monkeypatch.setattr(store, "store", lambda group, machine, *rest: kept.append(machine) or Path("x"))
     with pytest.raises(SystemExit) as stopped:
         store.main(["--commit", "HEAD", "--keep", str(tmp_path)])

@@ -323,3 +323,37 @@ def test_asv_configuration() -> None:
     assert config["env_dir"].startswith(".asv/")
     assert config["html_dir"].startswith(".asv/")
     assert config["launch_method"] == "forkserver", "a process of its own per cell takes four times as long"
+
+
+def test_measuring_into_files_goes_on_where_one_kind_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def measure(kind: str, folder: Path) -> None:
+        if kind == "round":
+            raise subprocess.CalledProcessError(2, ["kda"])
+        (folder / f"{kind}.json").touch()
+
+    monkeypatch.setattr(source, "measure", measure)
+    with pytest.raises(SystemExit) as stopped:
+        source.main([str(tmp_path / "new"), "round", "commit"])
+    assert stopped.value.code == 1
+    assert "not measured: round" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["commit.json"]
+    monkeypatch.setattr(source, "measurable", lambda: iter(["memory"]))
+    with pytest.raises(SystemExit) as done:
+        source.main([str(tmp_path / "new")])
+    assert done.value.code == 0
+    assert (tmp_path / "new" / "memory.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["FILE"], "cannot be made"), (["new", "verifi"], "invalid choice")]
+)
+def test_a_folder_or_kind_that_cannot_be_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "FILE").touch()
+    with pytest.raises(SystemExit) as stopped:
+        source.main([str(tmp_path / arguments[0]), *arguments[1:]])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

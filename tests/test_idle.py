@@ -76,6 +76,6 @@ def test_nothing_is_measured_on_a_busy_gpu(smi: dict[str, str], monkeypatch: pyt
         raise AssertionError("something was measured")
 
     smi["compute-apps"] = "4711, python"
-    monkeypatch.setattr(store, "measure", must_not_run)
+    monkeypatch.setattr(store, "measure_here", must_not_run)
     with pytest.raises(SystemExit, match="the GPU is busy: process 4711"):
         store.main(["--commit", "HEAD"])
