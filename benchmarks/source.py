@@ -140,8 +140,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("folder", type=Path, help="where to; made where it is missing")
     every = f"of {', '.join(KINDS)}; default: all that this machine can measure"
-    parser.add_argument("kinds", nargs="*", metavar="KIND", choices=KINDS, help=every)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=every)
     given = parser.parse_args(arguments)
+    if unknown := [kind for kind in given.kinds if kind not in KINDS]:
+        parser.error(f"KIND must be of {', '.join(KINDS)}; got {', '.join(unknown)}")
     try:
         given.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -347,7 +347,7 @@ def test_measuring_into_files_goes_on_where_one_kind_fails(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["FILE"], "cannot be made"), (["new", "verifi"], "invalid choice")]
+    ("arguments", "message"), [(["FILE"], "cannot be made"), (["new", "verifi"], "KIND must be of verify, ")]
 )
 def test_a_folder_or_kind_that_cannot_be_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
