@@ -84,7 +84,7 @@ class TestExplain:
         [
             (["--tree"], "unfused+ring", "these tokens have parents (a tree)"),
             (["--ragged"], "unfused+ring", "these lengths differ"),
-            (["--mode", "snapshots"], "unfused", "no table was measured"),
+            (["--mode", "snapshots", "--heads", "3"], "unfused", "no table was measured"),
             (["--arch", "75"], "reference", "kernels need sm80 or later, this is sm75"),
             (["--arch", "hip"], "unfused+ring", "on hip"),
             (["--option", "fold-on-verify", "--gate", "standard", "--dtype", "float16"], "fused+ring", "lone request"),
