@@ -10,6 +10,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,6 +168,14 @@ def test_measuring_processes_end_with_a_parent_that_is_killed(tmp_path: Path) ->
     while any(map(alive, workers)) and time.monotonic() < give_up:
         time.sleep(0.05)
     assert not any(map(alive, workers))
+
+
+def test_nobody_else_can_lock_a_user_s_turn_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sharing, "FOLDER", str(tmp_path / "kda"))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    assert sharing.turn_file() == tmp_path / "kda" / "GPU-1.turn"
+    assert (tmp_path / "kda").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

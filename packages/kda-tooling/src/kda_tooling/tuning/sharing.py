@@ -43,7 +43,7 @@ FOLDER = "~/.cache/kda"
 def turn_file() -> Path:
     """The file that whoever measures on the current GPU locks."""
     folder = Path(FOLDER).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / f"{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}.turn"
 
 
