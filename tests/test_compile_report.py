@@ -372,12 +372,10 @@ def test_every_default_configuration_is_compiled(
             draft_tokens,
             torch.device("cpu"),
             form=form,
-            indices_ready=ready,
             fused=fused,
             pending=pending,
         )
         for batch in (1, 2, 3, 8, 9, 16, 17, 24, 25, 256)
-        for ready in (False, True)
         for fused in (False, True)
     }
     compiled = {

@@ -137,38 +137,34 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     shape, narrow = KdaShape(8, 8, 128, 128), KdaShape(8, 8, 128, 64)
     monkeypatch.setattr(_launch, "TARGET_OVERRIDE", ("cuda", 90))
 
-    def chosen(draft_tokens: int, *batches: int, ready: bool = False, **kind: Any) -> list[LaunchConfig]:
-        return [
-            default_verify_config(shape, batch, draft_tokens, device, indices_ready=ready, **kind) for batch in batches
-        ]
+    def chosen(draft_tokens: int, *batches: int, **kind: Any) -> list[LaunchConfig]:
+        return [default_verify_config(shape, batch, draft_tokens, device, **kind) for batch in batches]
 
     assert chosen(4, 2, 3, 8) == [LONE_HEADS, *[FEW_HEADS] * 2]
     assert chosen(4, 9, 16, 17, 256) == [*[SOME_HEADS] * 2, *[MANY_HEADS_STATE_FIRST] * 2]
     assert chosen(3, 1, 24, 25) == chosen(1, 1, 24, 25) == [FEW_HEADS, FEW_HEADS, MANY_HEADS]
     assert chosen(8, 2, 3, 4, 5, 16) == [LONE_HEADS, *[FEW_HEADS_LONG_DRAFT] * 2, *[SOME_HEADS] * 2]
     assert chosen(8, 17) == chosen(5, 256) == chosen(16, 64) == [MANY_HEADS_LONG_DRAFT]
-    assert chosen(4, 2, 3, ready=True) == [LONE_HEADS, FEW_HEADS]
     chunked = {"form": "chunked"}
     assert chosen(3, 8, 9, 33, 34, **chunked) == [
         FEW_HEADS, *[WHOLE_HEADS_STATE_FIRST] * 2, MANY_HEADS_STATE_FIRST
     ]  # fmt: skip
-    assert chosen(4, 2, 3, 8, 9, 33, 34, **chunked) == [
-        FEW_HEADS, *[FEW_HEADS_INPUTS_FIRST] * 2, *[MANY_HEADS] * 2, MANY_HEADS_STATE_FIRST
+    assert chosen(4, 1, 2, 8, 9, 33, 34, **chunked) == [
+        LONE_HEADS, *[FEW_HEADS_INPUTS_FIRST] * 2, *[MANY_HEADS] * 2, MANY_HEADS_STATE_FIRST
     ]  # fmt: skip
-    assert chosen(4, 2, 3, ready=True, **chunked) == [LONE_HEADS, FEW_HEADS_INPUTS_FIRST]
     assert chosen(8, 2, 3, 16, 17, 33, 34, **chunked) == [
         LONE_HEADS, *[SOME_HEADS_STATE_FIRST] * 2, *[MANY_HEADS_LONG_DRAFT] * 2, MANY_HEADS
     ]  # fmt: skip
     assert chosen(9, 1, 64, form="chunked") == [PORTABLE_LONG_CHUNK] * 2
     unfused = {"fused": False}
-    assert chosen(4, 2, 4, 5, 17, ready=True, **unfused) == [
+    assert chosen(4, 2, 4, 5, 17, **unfused) == [
         LONE_HEADS, FEW_HEADS_UNFUSED, SOME_HEADS_STATE_FIRST, MANY_HEADS_STATE_FIRST
     ]  # fmt: skip
     assert chosen(8, 2, 3, 17, **unfused) == [LONE_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS_STATE_FIRST]
     assert chosen(4, 2, 4, 5, **chunked, **unfused) == [LONE_HEADS, SOME_HEADS_STATE_FIRST, WHOLE_HEADS_STATE_FIRST]
     assert chosen(8, 2, 3, 8, 9, **chunked, **unfused) == [LONE_HEADS, *[SOME_HEADS] * 2, MANY_HEADS_STATE_FIRST]
     pending = {"pending": True}
-    assert chosen(4, 1, 16, 17, ready=True, **pending) == [FEW_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS_CAPPED]
+    assert chosen(4, 1, 16, 17, **pending) == [FEW_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS_CAPPED]
     assert chosen(8, 16, 17, **pending) == [MANY_HEADS_LONG_DRAFT] * 2
     assert chosen(4, 16, 17, form="chunked", **pending) == [FEW_HEADS, MANY_HEADS]
     assert chosen(8, 16, 17, form="chunked", **pending) == [MANY_HEADS, MANY_HEADS_LONG_DRAFT]

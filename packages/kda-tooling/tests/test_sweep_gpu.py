@@ -18,15 +18,16 @@ from kda_tooling.bench.timing import capture, cuda_stopwatch
 pytestmark = pytest.mark.gpu
 
 
-SPIN, FASTEST = 3_000_000, 2.2e9
+SPIN, FASTEST = 300_000, 2.2e9
 """Cycles that a kernel waits, and more cycles per second than a data-centre GPU has."""
 
 
-@pytest.mark.parametrize("rounds", [1, 4])
-def test_the_clock_counts_all_of_the_device_s_work(rounds: int) -> None:
-    graph = capture([lambda: torch.cuda._sleep(SPIN)], rounds=rounds)
-    # No upper bound: other tests may share the GPU.
-    assert cuda_stopwatch(graph, 3) >= 3 * rounds * SPIN / FASTEST
+def test_the_clock_counts_the_device_s_work() -> None:
+    once, four_times = (capture([lambda: torch.cuda._sleep(SPIN)], rounds=rounds) for rounds in (1, 4))
+    # Other tests may share the GPU: kernels that only wait, which need nothing of it, and the least of many times.
+    one, four = (min(cuda_stopwatch(graph, 3) for _ in range(40)) for graph in (once, four_times))
+    assert one >= 3 * SPIN / FASTEST
+    assert 3.5 < four / one < 4.5
 
 
 def test_the_clock_does_not_count_the_launch() -> None:

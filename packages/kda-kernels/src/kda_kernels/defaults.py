@@ -43,7 +43,7 @@ _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
     },
     "fused chunked": {
         3: ((66, FEW_HEADS), (264, WHOLE_HEADS_STATE_FIRST), (0, MANY_HEADS_STATE_FIRST)),
-        4: ((16, FEW_HEADS), (66, FEW_HEADS_INPUTS_FIRST), (264, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+        4: ((8, LONE_HEADS), (66, FEW_HEADS_INPUTS_FIRST), (264, MANY_HEADS), (0, MANY_HEADS_STATE_FIRST)),
         0: ((16, LONE_HEADS), (132, SOME_HEADS_STATE_FIRST), (264, MANY_HEADS_LONG_DRAFT), (0, MANY_HEADS)),
     },
     "unfused recurrent": {
@@ -64,8 +64,8 @@ _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
     },
 }
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
-measured batch sizes (16, 64, 66 and 192 no more than that), some where programs need a second wave on 132 SMs: past 33
-heads those of a quarter of a head with eight warps, one to an SM; past 132 those of half a head with eight warps, two
+measured batch sizes (8, 16, 64, 66 and 192 no more than that), some where programs need a second wave on 132 SMs: past
+33 heads those of a quarter of a head with eight warps, one to an SM; past 132 those of half a head with eight warps, two
 to an SM; past 264 those of a whole head. What was not measured on its own (unfused with a pending fold) goes by the
 fused lane's."""
 
@@ -77,7 +77,6 @@ def default_verify_config(
     device: torch.device,
     *,
     form: str = "recurrent",
-    indices_ready: bool = False,
     chains: bool = True,
     fused: bool = True,
     pending: bool = False,
@@ -94,8 +93,6 @@ def default_verify_config(
     if backend != "cuda" or long_chunk or not chains:
         return PORTABLE_LONG_CHUNK if long_chunk else PORTABLE
     heads = batch * shape.num_v_heads
-    if fused and not pending and form == "chunked" and indices_ready and draft_tokens == 4 and heads <= 16:
-        return LONE_HEADS
     own, of_fused = (f"{lane} {form}{', pending' if pending else ''}" for lane in ("unfused", "fused"))
     by_tokens = _BY_HEADS.get(of_fused if fused else own, _BY_HEADS[of_fused])
     by_heads = next(choices for most, choices in by_tokens.items() if draft_tokens <= most or not most)

@@ -200,7 +200,7 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
     """Launch the fused kernel on mixed_qkv, or the recurrence on the conv kernel's output."""
     shape, params, state, fused = call.shape, call.params, call.state, call.fused
     config = call.config or default_verify_config(
-        shape, call.slots.shape[0], call.draft_tokens, x.device, form=call.form, indices_ready=call.indices_ready,
+        shape, call.slots.shape[0], call.draft_tokens, x.device, form=call.form,
         chains=call.starts is None and call.parents is None, fused=fused, pending=call.pending is not None,
     )  # fmt: skip
     block_v = min(config.block_v, shape.head_v_dim)

@@ -56,8 +56,7 @@ def compile_jobs(
                 for batch in batches:
                     chosen = default_verify_config(
                         settings.shape, batch, draft_tokens, where, form=arm.form,
-                        indices_ready=settings.indices_ready, fused=arm.lane.startswith("fused"),
-                        pending=arm.fold_on_verify,
+                        fused=arm.lane.startswith("fused"), pending=arm.fold_on_verify,
                     )  # fmt: skip
                     smallest.setdefault(chosen, batch)
                 sizes = list(smallest.values())

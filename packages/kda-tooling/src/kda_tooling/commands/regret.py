@@ -134,7 +134,7 @@ def _measure(
         measuring = progress.add_task("measuring groups", total=None)
 
         def on_group(so_far: RegretResult, done: int, of: int) -> None:
-            progress.update(measuring, completed=done, total=of, description="measuring groups")
+            progress.update(measuring, completed=done, total=of)
             if not is_stdout(json):
                 write_json(json, to_dict(so_far, too_slow(so_far)) | {"groups": [done, of]})
 

@@ -204,31 +204,32 @@ def time_arms(
     calls: dict[str, dict[str, list[Callable[[], object]]]] = {}
     graphs: dict[str, Replayable] = {}
 
-    def bits(arm: Arm) -> None:
-        check_written(problems, written, arm)
-
-    def first(arm: Arm) -> None:
-        own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
-        for these in own.values():
-            run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
-        if device == "cuda":
-            torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
-        calls[arm.name] = own
-
-    def graph(arm: Arm) -> None:
-        graphs.update({name: record(these) for name, these in calls[arm.name].items()})
-
     with gpu_turn(device):
         problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
         unlike = one_of_each_alignment(problems)
+        written = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
         accept = sweep.accept_for(group.draft_tokens)
         accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
+
+        def bits(arm: Arm) -> None:
+            check_written(problems, written, arm)
+
+        def first_run(arm: Arm) -> None:
+            own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
+            for these in own.values():
+                run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
+            if device == "cuda":
+                torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
+            calls[arm.name] = own
+
+        def graph(arm: Arm) -> None:
+            graphs.update({name: record(these) for name, these in calls[arm.name].items()})
+
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
         if on_failure is not None:
-            written = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
             arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
             _free(device)
-        arms = [arm for arm in arms if _succeeds(first, arm, device, on_failure)]
+        arms = [arm for arm in arms if _succeeds(first_run, arm, device, on_failure)]
     arms = [arm for arm in arms if _succeeds(graph, arm, device, on_failure)]
     with gpu_turn(device):
         timed = measure_interleaved(graphs, layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
