@@ -134,6 +134,7 @@ def verify_gluon_kernel(
     ring_slot = slot
     if PENDING:
         ring_slot, pending_slot, records, pending_valid = load_pending(parity, pending, slot, usable, num_slots, L)
+        now = gl.load(epoch + slot, mask=usable, other=0)
         count_pending = usable & (not pending_valid)
         usable = usable & pending_valid
     if not usable:
@@ -155,9 +156,8 @@ def verify_gluon_kernel(
     qk_columns = load_columns(x, x_stride, history, clamped(qk_token, T, TP), qk_channels, D, FUSED)
     v_columns = load_columns(x, x_stride, history, clamped(v_token, T, TP), v_channels, D, FUSED)
     if PENDING:
-        now = gl.load(epoch + slot)
-        p_folded = folded + slot * folded_pitch + (i_hv * V + i_v * BLOCK_V) // 8
-        records = records_to_fold(records, p_folded, now)
+        # A repeated verify loads records that are in the state already: to ask first would hold up every load from here
+        # on for as long as the answer takes.
         pending_records = load_records(
             raw_k + pending_slot * raw_k_pitch + i_h * L * K, ring_g + pending_slot * ring_g_pitch + i_hv * L * K,
             raw_v + pending_slot * raw_v_pitch + i_hv * L * V + i_v * BLOCK_V,
@@ -166,6 +166,9 @@ def verify_gluon_kernel(
     head = i_hv * V * K + state_v[:, None] * K + state_k[None, :]
     p_state = ssm_state + slot * ssm_state_pitch + head
     S = gl.load(p_state)
+    if PENDING:
+        p_folded = folded + slot * folded_pitch + (i_hv * V + i_v * BLOCK_V) // 8
+        records = records_to_fold(records, p_folded, now)
     if STATE_FIRST:
         # Left alone, the compiler issues the state's loads after the convolution, which waits for the inputs. So the
         # biases go a way through shared memory, for its barrier: no load can be scheduled after it, and no arithmetic
