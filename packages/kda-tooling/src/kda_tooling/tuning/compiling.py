@@ -21,7 +21,7 @@ from kda_tooling.bench.arms import Arm, our_arms, with_config
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.sweep import build_problems
 from kda_tooling.bench.warmup import MAX_WORKERS
-from kda_tooling.compiling.stats import code_stats
+from kda_tooling.compiling.stats import registers_and_spills
 from kda_tooling.cores import usable_cores
 from kda_tooling.tuning.candidates import Figures, candidates, capped, ruled_out
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -219,8 +219,7 @@ def _figures_of_code(call: Callable[[], Any], target: str) -> Figures:
     """The figures of the kernels that ``call`` would launch on ``target``, the largest of each."""
     with capture(target) as compiled:
         call()
-    stats = [code_stats(variant) for variant in compiled]
-    return Figures(max(one.registers for one in stats), max(one.spills for one in stats))
+    return Figures(*map(max, zip(*map(registers_and_spills, compiled), strict=True)))
 
 
 def _figures_of_launches(call: Callable[[], Any]) -> Figures:
