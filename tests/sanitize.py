@@ -26,7 +26,6 @@ from kda_kernels.defaults import (
     FOLD_SHORT,
     LONE_HEADS,
     MANY_HEADS,
-    MANY_HEADS_CAPPED,
     MANY_HEADS_LONG_DRAFT,
     PORTABLE,
     SOME_HEADS_STATE_FIRST,
@@ -43,7 +42,7 @@ CASES = (
     Case(B=2, T=8, H=1, HV=1, K=128, lower_bound=-5.0, length=5),
 )
 CONFIGS = (PORTABLE, LONE_HEADS, FEW_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS, MANY_HEADS_LONG_DRAFT)
-FOLDING = (PORTABLE, FEW_HEADS, MANY_HEADS_CAPPED, MANY_HEADS_LONG_DRAFT)
+FOLDING = (PORTABLE, FEW_HEADS, MANY_HEADS, MANY_HEADS_LONG_DRAFT)
 """Of verify with a pending fold."""
 
 Op = Callable[..., torch.Tensor]
