@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -15,8 +17,9 @@ import triton
 
 from kda_kernels import KdaShape, LaunchConfig, _launch, host_checks
 from kda_tooling.bench.sweep import build_problems
-from kda_tooling.tuning.compiling import arm_of, compile_one
-from kda_tooling.tuning.settings import TuneSettings
+from kda_tooling.tuning.candidates import Figures
+from kda_tooling.tuning.compiling import REFERENCE, arm_of, compile_one, compile_reference
+from kda_tooling.tuning.settings import Group, TuneSettings
 from tests.support.compiled_replays import CompilingDriver
 
 SETTINGS = TuneSettings(
@@ -37,24 +40,43 @@ def main() -> None:
     triton.knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: (
         None if cache_hit else compiled.append(src.name)
     )
+
+    def report(what: str, ahead: Callable[[], int], launches: Callable[[], object]) -> None:
+        """A line on what ``ahead``, whose registers it is given, compiles and on what ``launches`` compiles then."""
+        registers = ahead()
+        row = {"what": what, "registers": registers, "ahead": len(compiled)}
+        compiled.clear()
+        before = triton.runtime.driver._active
+        triton.runtime.driver.set_active(CompilingDriver())
+        try:
+            with host_checks(False), mock.patch.object(_launch, "TARGET_OVERRIDE", ("cuda", 90)):
+                launches()
+        finally:
+            triton.runtime.driver._active = before
+        sys.stdout.write(json.dumps(row | {"again": len(compiled)}) + "\n")
+        compiled.clear()
+
     for group in SETTINGS.groups():
+        problems = build_problems(SETTINGS.sweep_settings(group), group.draft_tokens, 5, 1, "cpu")
         for lane, config in CASES:
             if lane not in group.lanes:
                 continue
-            ((_, figures),) = compile_one(SETTINGS, group, lane, config, "sm90")
-            ahead = compiled.copy()
-            compiled.clear()
-            problem = build_problems(SETTINGS.sweep_settings(group), group.draft_tokens, 5, 1, "cpu").layers[0]
-            before = triton.runtime.driver._active
-            triton.runtime.driver.set_active(CompilingDriver())
-            try:
-                with host_checks(False), mock.patch.object(_launch, "TARGET_OVERRIDE", ("cuda", 90)):
-                    arm_of(SETTINGS, group, lane, config).verify(problem)
-            finally:
-                triton.runtime.driver._active = before
-            row = {"what": f"{group} {lane}", "registers": figures.registers}
-            sys.stdout.write(json.dumps(row | {"ahead": len(ahead), "again": len(compiled)}) + "\n")
-            compiled.clear()
+
+            def candidate(group: Group = group, lane: str = lane, config: LaunchConfig = config) -> int:
+                ((_, figures),) = compile_one(SETTINGS, group, lane, config, "sm90")
+                assert isinstance(figures, Figures)
+                return figures.registers
+
+            arm = arm_of(SETTINGS, group, lane, config)
+            report(f"{group} {lane}", candidate, partial(arm.verify, problems.layers[0]))
+
+        def reference(group: Group = group) -> int:
+            compile_reference(SETTINGS, group, "sm90")
+            return 1
+
+        arm = arm_of(SETTINGS, group, group.lanes[0], REFERENCE)
+        accept_lens = torch.ones(5, dtype=torch.int32)
+        report(f"{group} commit", reference, partial(arm.commit, problems, accept_lens))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(compiling, "candidates", lambda *_: tuning.CONFIGS)
     monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
+    monkeypatch.setattr(compiling, "compile_reference", lambda *_: None)
     monkeypatch.setattr(measure, "check", lambda *_: None)
     monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
     monkeypatch.setattr(measure, "check_written", lambda *_: None)

@@ -181,8 +181,8 @@ def test_nobody_else_can_lock_a_user_s_turn_file(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("asked", "groups", "needed", "cores", "count"),
     [
-        (None, 20, 1, 16, 4), (None, 20, 1, 7, 2), (None, 20, 1, 2, 1), (None, 3, 1, 64, 3), (None, 20, 40, 16, 2),
-        (None, 20, 400, 16, 1), (8, 20, 1, 2, 8), (8, 20, 30, 2, 3), (None, 0, 0, 16, 1),
+        (None, 20, 1, 16, 8), (None, 20, 1, 64, 8), (None, 20, 1, 7, 3), (None, 20, 1, 2, 1), (None, 3, 1, 64, 3),
+        (None, 20, 40, 16, 2), (None, 20, 400, 16, 1), (8, 20, 1, 2, 8), (8, 20, 30, 2, 3), (None, 0, 0, 16, 1),
     ],
 )  # fmt: skip
 def test_as_many_processes_as_groups_cores_and_memory_allow(

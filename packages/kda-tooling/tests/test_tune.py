@@ -29,6 +29,7 @@ from tests.support.tuning import (
     CONFIGS,
     MACHINE,
     SMALL,
+    Clock,
     usual,
     verdicts,
 )
@@ -123,6 +124,30 @@ def test_a_group_is_measured_while_the_next_is_compiled(
     assert done == [(number, 12) for number in range(1, 13)]
 
 
+def test_rounds_are_timed_apart_from_verifies(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verify would leave the next round's first verify nothing to fold."""
+    runs: list[set[str]] = []
+    own = Clock.__call__
+
+    def clock(self: Clock, graphs: dict[str, Any], *given: Any, **more: Any) -> Any:
+        runs.append({name.rsplit("|", 1)[1] for name in graphs})
+        return own(self, graphs, *given, **more)
+
+    monkeypatch.setattr(Clock, "__call__", clock)
+    table = tuned(usual, dataclasses.replace(SMALL, options=("fold-on-verify",), batch_sizes=(1,))).table
+    assert runs == [{"round"}, {"verify"}] * 3
+    assert all(cell.lanes["fused+ring"].round_us for cell in table.cells)
+
+
+def test_what_bits_are_compared_with_is_compiled_once_for_each_group(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    monkeypatch.setattr(compiling, "compile_reference", lambda _, group, target: lengths.append(group.draft_tokens))
+    tuned(usual, dataclasses.replace(SMALL, draft_tokens=(2, 3)))
+    assert sorted(lengths) == [2, 3]
+
+
 def test_what_compilers_leave_in_the_cache_is_what_a_launch_finds(tmp_path: Path) -> None:
     """Compilers that do without the GPU: no kernel may be compiled again where it is timed."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -132,9 +157,9 @@ def test_what_compilers_leave_in_the_cache_is_what_a_launch_finds(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     candidates = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(candidates) == 4
+    assert len(candidates) == 6, "two lanes and what bits are compared with, plain and with fold on verify"
     for one in candidates:
-        assert one["registers"] > 20, one
+        assert one["registers"] > 20 or "commit" in one["what"], one
         assert one["ahead"] > 0, one
         assert one["again"] == 0, one
 

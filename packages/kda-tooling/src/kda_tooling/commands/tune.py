@@ -41,7 +41,7 @@ Processes = Annotated[
     typer.Option(
         min=1,
         max=64,
-        help="Processes that measure, in turns, as far as memory allows; default: a third of the cores, at most 4.",
+        help="Processes that measure, in turns, as far as memory allows; default: half of the cores, at most 8.",
     ),
 ]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from kda_tooling.compiling.stats import registers_and_spills
 from kda_tooling.cores import usable_cores
 from kda_tooling.tuning.candidates import Figures, candidates, capped, ruled_out
 from kda_tooling.tuning.settings import Group, TuneSettings
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,12 @@ Job = tuple[Group, str, LaunchConfig]
 Found = list[tuple[LaunchConfig, Figures | str]]
 """What came of a job: configurations, and figures or an error of each."""
 
+REFERENCE = LaunchConfig()
+"""What every candidate's bits are compared with: the portable kernel, unfused."""
+
+CHECK_BATCH = 3
+"""Requests of the batch that bits are compared on first."""
+
 MOST_DEATHS = 8
 """Compilers that may die in a run before it ends: then it is the machine, short of memory say, and no candidate."""
 
@@ -96,6 +105,8 @@ class Compiling:
         target: name of the GPU's target in `kda_kernels.aot.TARGETS`; None: compilers launch on the device.
         on_done: called with (done, of) after each job, from another thread.
         workers: processes; None: as many as there are cores but one.
+        references: compile what the jobs' groups compare bits with, too: left to whoever measures, it would be compiled
+            in a turn on the GPU.
     """
 
     def __init__(
@@ -105,8 +116,9 @@ class Compiling:
         target: str | None = None,
         on_done: Callable[[int, int], None] = lambda done, of: None,
         workers: int | None = None,
+        references: bool = True,
     ) -> None:
-        self._settings, self._jobs, self._target, self._on_done = settings, jobs, target, on_done
+        self._jobs, self._on_done = jobs, on_done
         self._done = self._deaths = 0
         self._counting = Lock()
         count = max(1, min(workers or usable_cores() - 1, MAX_WORKERS, len(jobs)))
@@ -114,7 +126,16 @@ class Compiling:
         for _ in range(count):
             self._idle.put(_compiler())
         self._threads = ThreadPoolExecutor(count)
-        self._futures = [self._threads.submit(self._compile, job) for job in jobs]
+        self._references: dict[Group, Future[None]] = {}
+        self._futures: list[Future[Found]] = []
+        for group, lane, config in jobs:
+            if references and group not in self._references:
+                self._references[group] = self._threads.submit(
+                    self._compile, compile_reference, settings, group, target
+                )
+            self._futures.append(
+                self._threads.submit(self._compile, compile_one, settings, group, lane, config, target)
+            )
         for future in self._futures:
             future.add_done_callback(self._count)
 
@@ -126,8 +147,8 @@ class Compiling:
         while not self._idle.empty():
             self._idle.get().shutdown()
 
-    def _compile(self, job: Job) -> Found:
-        """What comes of a job in an idle compiler, which is replaced if it dies.
+    def _compile(self, what: Callable[..., Result], *given: Any) -> Result:
+        """What comes of ``what(*given)`` in an idle compiler, which is replaced if it dies.
 
         Raises:
             RuntimeError: the compiler died.
@@ -135,7 +156,7 @@ class Compiling:
         """
         compiler = self._idle.get()
         try:
-            return compiler.submit(compile_one, self._settings, *job, self._target).result()
+            return compiler.submit(what, *given).result()
         except BrokenProcessPool:
             compiler.shutdown()
             compiler = _compiler()
@@ -154,6 +175,8 @@ class Compiling:
 
     def of(self, group: Group) -> Compiled:
         """What came of ``group``'s jobs; waits for them. One that fails to compile is a failure of its own."""
+        if group in self._references:
+            self._references[group].exception()  # whoever measures meets it again, and says so
         compiled = Compiled({lane: [] for lane in group.lanes})
         for (of, lane, config), future in zip(self._jobs, self._futures, strict=True):
             if of != group:
@@ -213,6 +236,17 @@ def compile_one(
         results.append((one, figures))
         waiting += capped(one, figures)
     return results
+
+
+def compile_reference(settings: TuneSettings, group: Group, target: str | None = None, device: str = "cuda") -> None:
+    """Compile verify and commit of `REFERENCE`; ``target`` and ``device`` as `compile_one`'s."""
+    device = "cpu" if target else device
+    problems = build_problems(settings.sweep_settings(group), group.draft_tokens, CHECK_BATCH, 1, device)
+    arm = arm_of(settings, group, group.lanes[0], REFERENCE)
+    accept_lens = torch.ones(CHECK_BATCH, dtype=torch.int32, device=device)
+    with capture(target) if target else nullcontext():
+        arm.verify(problems.layers[0])
+        arm.commit(problems, accept_lens)
 
 
 def _figures_of_code(call: Callable[[], Any], target: str) -> Figures:

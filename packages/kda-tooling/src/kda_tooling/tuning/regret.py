@@ -147,7 +147,7 @@ def measure_regret(
     count = count_of(processes, settings, list(groups), machine)
     result = RegretResult(machine, path.name, [], 0.0, left_out)
     _compile_peers(settings, [group for group in groups if group.mode == "ring"], peers)
-    with Compiling(settings, jobs, compile_target(machine), on_compiled) as compiling:
+    with Compiling(settings, jobs, compile_target(machine), on_compiled, references=False) as compiling:
 
         def prepared(group: Group) -> list[tuple[str, LaunchConfig]]:
             compiling.of(group)
