@@ -124,27 +124,36 @@ class Problems(Records):
 def random_params(
     shape: KdaShape,
     *,
+    layers: int,
     dtype: torch.dtype,
     device: torch.device | str,
     lower_bound: float | None = -5.0,
     bias: bool = True,
     weight_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
-) -> LayerParams:
-    """Parameters at the scale of a trained layer: taps about 0.5, rates exp(A_log) in 1..16, dt_bias around -3."""
+) -> list[LayerParams]:
+    """Parameters at the scale of trained layers: taps about 0.5, rates exp(A_log) in 1..16, dt_bias around -3.
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
+    Those of all layers are made at once, and each layer's start at a multiple of 16 bytes as if allocated alone.
+    """
     weight_dtype = dtype if weight_dtype is None else weight_dtype
     hv, k = shape.num_v_heads, shape.head_k_dim
-    return LayerParams(
-        conv_weight=(normal(shape.conv_dim, 4) * 0.5).to(weight_dtype),
-        conv_bias=(normal(shape.conv_dim) * 0.1).to(weight_dtype) if bias else None,
-        A_log=torch.log(1 + 15 * torch.rand(hv, generator=generator, device=device)),
-        dt_bias=normal(hv * k) - 3.0,
-        lower_bound=lower_bound,
-    )
+    padded = -(-hv // 4) * 4
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(layers, *size, generator=generator, device=device)
+
+    weights = (normal(shape.conv_dim, 4) * 0.5).to(weight_dtype)
+    biases = (normal(shape.conv_dim) * 0.1).to(weight_dtype) if bias else None
+    rates = torch.log(1 + 15 * torch.rand(layers, padded, generator=generator, device=device))
+    dt_biases = normal(hv * k) - 3.0
+    return [
+        LayerParams(
+            conv_weight=weights[i], conv_bias=None if biases is None else biases[i], A_log=rates[i, :hv],
+            dt_bias=dt_biases[i], lower_bound=lower_bound,
+        )
+        for i in range(layers)
+    ]  # fmt: skip
 
 
 def random_problems(
@@ -206,13 +215,14 @@ def random_problems(
     slots = permutation[:batch].to(torch.int32)
     errors = new_error_counts(device)
     workspace = torch.empty(tokens, shape.conv_dim, dtype=dtype, device=device)
+    params = random_params(
+        shape, layers=layers, dtype=dtype, device=device, lower_bound=lower_bound, bias=bias,
+        weight_dtype=weight_dtype, generator=generator,
+    )  # fmt: skip
     problems = [
         VerifyProblem(
             shape=shape, draft_tokens=draft_tokens, mixed_qkv=x[i], a=a[i], b=b[i],
-            params=random_params(
-                shape, dtype=dtype, device=device, lower_bound=lower_bound, bias=bias, weight_dtype=weight_dtype,
-                generator=generator,
-            ),
+            params=params[i],
             state=state.layer(i), slots=slots, errors=errors, workspace=workspace,
             ring=rings.layer(i) if rings else None, snapshots=shots.layer(i) if shots else None,
             fold_on_verify=folding.layer(i) if folding else None,

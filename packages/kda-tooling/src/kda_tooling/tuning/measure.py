@@ -11,6 +11,7 @@ import torch
 from kda_backend.gate.cells import OPTIONS, LaneFigures
 from kda_kernels import LaunchConfig, flush
 from kda_kernels._replay import alignment_of
+from kda_kernels.checking import verifies_unchecked
 from kda_tooling.bench.arms import Arm, peer_arms
 from kda_tooling.bench.bits import BitsCheck, BitsDifferError
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
@@ -19,6 +20,7 @@ from kda_tooling.peers import Peer
 from kda_tooling.problem import Problems
 from kda_tooling.tuning.candidates import fits_heads
 from kda_tooling.tuning.compiling import CHECK_BATCH, REFERENCE, Compiled, Failure, arm_of, in_a_line
+from kda_tooling.tuning.loading import load_kernels
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_turn
 
@@ -67,6 +69,10 @@ def measure_group(
     Raises:
         ContextLostError: a candidate's failure left the GPU unusable.
     """
+    candidates = [
+        arm_of(settings, group, lane, config) for lane in group.lanes for config in (*compiled.configs[lane], REFERENCE)
+    ]
+    load_kernels(settings, group, candidates, device)
     with gpu_turn(device):
         arms, failures = _checked(settings, group, compiled, device)
     by_name = {arm.name: arm for arm in arms}
@@ -219,7 +225,8 @@ def time_arms(
             calls[arm.name] = own
 
         def graph(arm: Arm) -> None:
-            graphs.update({name: record(these) for name, these in calls[arm.name].items()})
+            with verifies_unchecked():  # `first_run` has had one of each kind checked
+                graphs.update({name: record(these) for name, these in calls[arm.name].items()})
 
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
         if on_failure is not None:

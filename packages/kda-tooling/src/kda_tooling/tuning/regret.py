@@ -21,6 +21,7 @@ from kda_tooling.bench.sweep import build_arms, build_problems
 from kda_tooling.bench.warmup import compile_all, compile_jobs
 from kda_tooling.peers import load_peer
 from kda_tooling.tuning.compiling import Compiling, Job, arm_of, compile_target
+from kda_tooling.tuning.loading import load_kernels
 from kda_tooling.tuning.measure import deciding, time_arms
 from kda_tooling.tuning.run import count_of, table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -40,6 +41,7 @@ class Regret:
         best, best_us: the fastest arm of ours in the same run, and its time.
         unfused_us: our fastest unfused configuration.
         peer, peer_us: the fastest arm of a peer; None without peers.
+        arms: name -> time of every arm, ours and the peers'.
     """
 
     group: str
@@ -53,6 +55,7 @@ class Regret:
     unfused_us: float
     peer: str | None = None
     peer_us: float | None = None
+    arms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -188,6 +191,7 @@ def _measure_group(
 ) -> list[Regret]:
     """All batch sizes of a group; ``found`` is what `alternatives` gives."""
     loaded = [load_peer(spec) for spec in peers] if group.mode == "ring" else []  # it is all that peers are measured in
+    load_kernels(settings, group, [arm_of(settings, group, lane, config) for lane, config in found], "cuda")
     results = []
     for batch in settings.batch_sizes:
         decision = decision_at(settings, group, batch, machine, folder)
@@ -215,4 +219,5 @@ def _regret(
         config=config_name(decision.launch), us=round(us[chosen.name], 4),
         best=best, best_us=round(us[best], 4), unfused_us=round(unfused, 4), peer=peer,
         peer_us=None if peer is None else round(us[peer], 4),
+        arms={name: round(time, 4) for name, time in us.items()},
     )  # fmt: skip
