@@ -30,12 +30,10 @@ from kda_kernels.defaults import (
     LONE_HEADS,
     MANY_HEADS,
     MANY_HEADS_LONG_DRAFT,
-    MANY_HEADS_LONG_DRAFT_STATE_FIRST,
     MANY_HEADS_STATE_FIRST,
     PORTABLE,
     PORTABLE_LONG_CHUNK,
     SOME_HEADS,
-    SOME_HEADS_CAPPED,
     SOME_HEADS_STATE_FIRST,
     WHOLE_HEAD,
     WHOLE_HEADS_STATE_FIRST,
@@ -165,15 +163,13 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     assert chosen(4, 2, 4, 5, **chunked, **unfused) == [LONE_HEADS, SOME_HEADS_STATE_FIRST, WHOLE_HEADS_STATE_FIRST]
     assert chosen(8, 2, 3, 8, 9, **chunked, **unfused) == [LONE_HEADS, *[SOME_HEADS] * 2, MANY_HEADS_STATE_FIRST]
     pending = {"pending": True}
-    assert chosen(4, 4, 5, 16, 17, 132, 133, **pending) == [
-        FEW_HEADS, *[WHOLE_HEADS_STATE_FIRST] * 2, *[MANY_HEADS] * 2, WHOLE_HEADS_STATE_FIRST
+    assert chosen(4, 4, 5, 16, 17, **pending) == [LONE_HEADS, *[SOME_HEADS_STATE_FIRST] * 2, MANY_HEADS]
+    assert chosen(8, 2, 3, 4, 16, 17, **pending) == [
+        LONE_HEADS, *[FEW_HEADS_LONG_DRAFT] * 2, WHOLE_HEADS_STATE_FIRST, MANY_HEADS_LONG_DRAFT
     ]  # fmt: skip
-    assert chosen(8, 4, 16, 17, 132, 133, **pending) == [
-        FEW_HEADS_LONG_DRAFT, SOME_HEADS_CAPPED, *[MANY_HEADS_LONG_DRAFT] * 2, MANY_HEADS_LONG_DRAFT_STATE_FIRST
-    ]  # fmt: skip
-    assert chosen(4, 16, 17, form="chunked", **pending) == [FEW_HEADS, MANY_HEADS_STATE_FIRST]
-    assert chosen(8, 4, 5, 16, 17, 132, 133, form="chunked", **pending) == [
-        FEW_HEADS_LONG_DRAFT, *[SOME_HEADS_STATE_FIRST] * 2, *[MANY_HEADS] * 2, SOME_HEADS_STATE_FIRST
+    assert chosen(4, 2, 3, 16, 17, form="chunked", **pending) == [LONE_HEADS, *[FEW_HEADS] * 2, MANY_HEADS_STATE_FIRST]
+    assert chosen(8, 2, 3, 4, 16, 17, form="chunked", **pending) == [
+        LONE_HEADS, *[FEW_HEADS] * 2, WHOLE_HEADS_STATE_FIRST, MANY_HEADS
     ]  # fmt: skip
     assert chosen(8, 16, fused=False, pending=True) == chosen(8, 16, pending=True)
     assert default_verify_config(narrow, 64, 8, device) == SOME_HEADS

@@ -248,7 +248,9 @@ def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None
     def tried(batch: int) -> set[tuple[int, int]]:
         return {(one.block_v, one.num_warps) for one in every if fits_heads(one, every, 8 * batch, 128)}
 
-    assert tried(1) == {(16, 4), (32, 4), (32, 8), (64, 8)}
+    assert tried(1) == {(16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)}
+    assert tried(4) == tried(1)
+    assert tried(2) == tried(1)
     assert tried(16) >= {(32, 4), (64, 8), (64, 4), (128, 8)}
     assert tried(256) == {(32, 4), (64, 4), (64, 8), (128, 8)}
     portable = [LaunchConfig(*tile) for tile in ((8, 1), (32, 4))]

@@ -32,8 +32,6 @@ MANY_HEADS_STATE_FIRST = replace(MANY_HEADS, state_first=True)
 MANY_HEADS_LONG_DRAFT = LaunchConfig(128, 8, rows_per_thread=4, max_registers=128)
 
 WHOLE_HEADS_STATE_FIRST = LaunchConfig(128, 8, rows_per_thread=4, state_first=True)
-SOME_HEADS_CAPPED = replace(SOME_HEADS, max_registers=128)
-MANY_HEADS_LONG_DRAFT_STATE_FIRST = replace(MANY_HEADS_LONG_DRAFT, state_first=True)
 FEW_HEADS_UNFUSED = LaunchConfig(32, 8, rows_per_thread=1)
 
 _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
@@ -56,24 +54,19 @@ _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
         0: ((16, LONE_HEADS), (66, SOME_HEADS), (0, MANY_HEADS_STATE_FIRST)),
     },
     "fused recurrent, pending": {
-        4: ((33, FEW_HEADS), (132, WHOLE_HEADS_STATE_FIRST), (1056, MANY_HEADS), (0, WHOLE_HEADS_STATE_FIRST)),
-        0: (
-            (33, FEW_HEADS_LONG_DRAFT),
-            (132, SOME_HEADS_CAPPED),
-            (1056, MANY_HEADS_LONG_DRAFT),
-            (0, MANY_HEADS_LONG_DRAFT_STATE_FIRST),
-        ),
+        4: ((33, LONE_HEADS), (132, SOME_HEADS_STATE_FIRST), (0, MANY_HEADS)),
+        0: ((16, LONE_HEADS), (33, FEW_HEADS_LONG_DRAFT), (132, WHOLE_HEADS_STATE_FIRST), (0, MANY_HEADS_LONG_DRAFT)),
     },
     "fused chunked, pending": {
-        4: ((132, FEW_HEADS), (0, MANY_HEADS_STATE_FIRST)),
-        0: ((33, FEW_HEADS_LONG_DRAFT), (132, SOME_HEADS_STATE_FIRST), (1056, MANY_HEADS), (0, SOME_HEADS_STATE_FIRST)),
+        4: ((16, LONE_HEADS), (132, FEW_HEADS), (0, MANY_HEADS_STATE_FIRST)),
+        0: ((16, LONE_HEADS), (33, FEW_HEADS), (132, WHOLE_HEADS_STATE_FIRST), (0, MANY_HEADS)),
     },
 }
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
 measured batch sizes (8, 16, 64, 66 and 192 no more than that), some where programs need a second wave on 132 SMs: past
 33 heads those of a quarter of a head with eight warps, one to an SM; past 132 those of half a head with eight warps,
-two to an SM; past 264 those of a whole head. 1,056 heads, eight to an SM, lie between the measured 512 and 2,048. What
-was not measured on its own (unfused with a pending fold) goes by the fused lane's."""
+two to an SM; past 264 those of a whole head. What was not measured on its own (unfused with a pending fold) goes by the
+fused lane's."""
 
 
 def default_verify_config(
