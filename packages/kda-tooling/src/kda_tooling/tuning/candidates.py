@@ -89,8 +89,8 @@ def fits_heads(config: LaunchConfig, alternatives: Sequence[LaunchConfig], heads
     """Whether ``config`` can be the fastest of ``alternatives`` for a batch of ``heads`` heads, requests times HV.
 
     While all programs are resident at once, whoever has less than a quarter of another's warps has less of the
-    device's memory under way (with half, at two tokens, one was 4 % ahead). Past two such waves, tiles of an eighth of a head
-    repeat a head's q and k work too often, and programs of one row a thread have too little to do between their
+    device's memory under way (with half, at two tokens, one was 4 % ahead). Past two such waves, tiles of an eighth of
+    a head repeat a head's q and k work too often, and programs of one row a thread have too little to do between their
     barriers.
     """
 
