@@ -43,25 +43,30 @@ def arms_of(table: Table, kind: Kind) -> Arms:
     return list(dict.fromkeys((lane, each.config) for lane, each in figures if each.why is None))
 
 
-def packaged_kinds() -> dict[str, tuple[Table, Kind, Arms]]:
-    """A test's name -> a table, a kind and what packaged tables launch there.
+def alike(table: Table) -> str:
+    """Tables that differ in the number of heads and not in their ratio are one here: to a kernel a head is a place in
+    memory, and `kda tune` has compared the bits of each at its own."""
+    shape = table.shape
+    name = f"HV/H={shape.num_v_heads // shape.num_heads},K={shape.head_k_dim},V={shape.head_v_dim}"
+    return f"{name},{table.device_name},{table.dtype}"
 
-    Tables that differ in the number of heads and not in their ratio are one, run with the fewest heads: to a kernel a
-    head is a place in memory, and `kda tune` has compared the bits of each at its own.
-    """
-    alike: dict[str, list[Table]] = {}
-    for path in sorted(Path(PACKAGED).glob("*.json")):
-        table = load_table(path)
-        shape = table.shape
-        name = f"HV/H={shape.num_v_heads // shape.num_heads},K={shape.head_k_dim},V={shape.head_v_dim}"
-        alike.setdefault(f"{name},{table.device_name},{table.dtype}", []).append(table)
+
+TABLES = [load_table(path) for path in sorted(Path(PACKAGED).glob("*.json"))]
+
+
+def packaged_kinds() -> dict[str, tuple[Table, Kind, Arms]]:
+    """A test's name -> of tables that are `alike` the one with the fewest heads, a kind, and what all launch there."""
     found: dict[str, tuple[Table, Kind, Arms]] = {}
-    for name, tables in alike.items():
+    for name in dict.fromkeys(map(alike, TABLES)):
+        tables = [table for table in TABLES if alike(table) == name]
         fewest = min(tables, key=lambda table: table.shape.num_v_heads)
         for kind in dict.fromkeys(kind for table in tables for kind in kinds_of(table)):
             arms = list(dict.fromkeys(arm for table in tables for arm in arms_of(table, kind)))
             found["-".join([name, *kind[:-1], f"T{kind[-1]}"])] = fewest, kind, arms
     return found
+
+
+KINDS = packaged_kinds()
 
 
 def two_rounds(
@@ -101,22 +106,18 @@ def every_arm_has_the_same_bits(table: Table, kind: Kind, arms: Arms, device: st
 
 
 def test_D1_no_packaged_configuration_is_left_out() -> None:
-    compared: dict[tuple[int, Kind], set[tuple[str, LaunchConfig | None]]] = {}
-    for table, kind, arms in packaged_kinds().values():
-        compared.setdefault((table.shape.num_v_heads // table.shape.num_heads, kind), set()).update(arms)
-    for path in sorted(Path(PACKAGED).glob("*.json")):
-        table = load_table(path)
+    for table in TABLES:
         for cell in table.cells:
             key = cell.key
-            kind = (key.gate, key.form, key.mode, key.option, key.draft_tokens)
+            name = "-".join([alike(table), key.gate, key.form, key.mode, key.option, f"T{key.draft_tokens}"])
             launched = {(lane, each.config) for lane, each in cell.lanes.items() if each.why is None}
-            assert launched <= compared[table.shape.num_v_heads // table.shape.num_heads, kind], (path.name, key)
+            assert launched <= set(KINDS[name][2]), (table.file_name, key)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", packaged_kinds())
+@pytest.mark.parametrize("name", KINDS)
 def test_D1_every_lane_with_the_configurations_of_the_packaged_tables(name: str, device: str) -> None:
-    table, kind, arms = packaged_kinds()[name]
+    table, kind, arms = KINDS[name]
     if table.arch != str(Target.of(torch.device(device))):
         pytest.skip(f"a table for {table.arch}, which other GPUs run")
     every_arm_has_the_same_bits(table, kind, arms, device)

@@ -15,8 +15,10 @@ from unittest import mock
 import torch
 import triton
 
-from kda_kernels import KdaShape, LaunchConfig, _launch, host_checks
+from kda_kernels import KdaShape, LaunchConfig, _launch, flush, host_checks
+from kda_tooling.bench.arms import Arm
 from kda_tooling.bench.sweep import build_problems
+from kda_tooling.problem import Problems
 from kda_tooling.tuning.candidates import Figures
 from kda_tooling.tuning.compiling import REFERENCE, arm_of, compile_one, compile_reference
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -31,7 +33,7 @@ SETTINGS = TuneSettings(
     options=("plain", "fold-on-verify"),
 )
 GLUON = LaunchConfig(32, 4, rows_per_thread=2, state_first=True)
-CASES = (("unfused+ring", LaunchConfig()), ("fused+ring", GLUON))
+CASES = (("unfused+ring", LaunchConfig(32, 2)), ("fused+ring", GLUON))
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
         None if cache_hit else compiled.append(src.name)
     )
 
-    def report(what: str, ahead: Callable[[], int], launches: Callable[[], object]) -> None:
+    def report(what: str, ahead: Callable[[], int | None], launches: Callable[[], object]) -> None:
         """A line on what ``ahead``, whose registers it is given, compiles and on what ``launches`` compiles then."""
         registers = ahead()
         row = {"what": what, "registers": registers, "ahead": len(compiled)}
@@ -58,6 +60,18 @@ def main() -> None:
 
     for group in SETTINGS.groups():
         problems = build_problems(SETTINGS.sweep_settings(group), group.draft_tokens, 5, 1, "cpu")
+
+        reference = arm_of(SETTINGS, group, group.lanes[0], REFERENCE)
+
+        def rounds(arm: Arm = reference, problems: Problems = problems) -> None:
+            arm.verify(problems.layers[0])
+            arm.commit(problems, torch.ones(5, dtype=torch.int32))
+            if arm.fold_on_verify:
+                first, folding = problems.layers[0], problems.folding
+                flush(problems.state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
+
+        report(f"{group} reference", partial(compile_reference, SETTINGS, group, "sm90"), rounds)
+
         for lane, config in CASES:
             if lane not in group.lanes:
                 continue
@@ -69,14 +83,6 @@ def main() -> None:
 
             arm = arm_of(SETTINGS, group, lane, config)
             report(f"{group} {lane}", candidate, partial(arm.verify, problems.layers[0]))
-
-        def reference(group: Group = group) -> int:
-            compile_reference(SETTINGS, group, "sm90")
-            return 1
-
-        arm = arm_of(SETTINGS, group, group.lanes[0], REFERENCE)
-        accept_lens = torch.ones(5, dtype=torch.int32)
-        report(f"{group} commit", reference, partial(arm.commit, problems, accept_lens))
 
 
 if __name__ == "__main__":

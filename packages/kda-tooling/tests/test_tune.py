@@ -159,7 +159,7 @@ def test_what_compilers_leave_in_the_cache_is_what_a_launch_finds(tmp_path: Path
     candidates = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(candidates) == 6, "two lanes and what bits are compared with, plain and with fold on verify"
     for one in candidates:
-        assert one["registers"] > 20 or "commit" in one["what"], one
+        assert one["registers"] is None or one["registers"] > 20, one
         assert one["ahead"] > 0, one
         assert one["again"] == 0, one
 
@@ -248,10 +248,7 @@ def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None
     def tried(batch: int) -> set[tuple[int, int]]:
         return {(one.block_v, one.num_warps) for one in every if fits_heads(one, every, 8 * batch, 128)}
 
-    assert tried(1) == {(16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)}
-    assert tried(4) == tried(1)
-    assert tried(2) == tried(1)
-    assert tried(16) >= {(32, 4), (64, 8), (64, 4), (128, 8)}
+    assert tried(1) == tried(16) == {(16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)}
     assert tried(256) == {(32, 4), (64, 4), (64, 8), (128, 8)}
     portable = [LaunchConfig(*tile) for tile in ((8, 1), (32, 4))]
     assert all(fits_heads(one, portable, heads, 128) for one in portable for heads in (1, 1 << 20))

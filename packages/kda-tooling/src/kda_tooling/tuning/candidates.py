@@ -88,18 +88,9 @@ def ruled_out(figures: Figures) -> str | None:
 def fits_heads(config: LaunchConfig, alternatives: Sequence[LaunchConfig], heads: int, head_v_dim: int) -> bool:
     """Whether ``config`` can be the fastest of ``alternatives`` for a batch of ``heads`` heads, requests times HV.
 
-    While all programs are resident at once, whoever has less than a quarter of another's warps has less of the
-    device's memory under way (with half, at two tokens, one was 4 % ahead). Past two such waves, tiles of an eighth of
-    a head repeat a head's q and k work too often, and programs of one row a thread have too little to do between their
-    barriers.
+    Past two waves of programs, tiles of an eighth of a head repeat a head's q and k work too often, and programs of one
+    row a thread have too little to do between their barriers.
     """
-
-    def warps(one: LaunchConfig) -> int:
-        return heads * (head_v_dim // one.block_v) * one.num_warps
-
-    if config.rows_per_thread is None:
+    if config.rows_per_thread != 1 or heads * (head_v_dim // config.block_v) * config.num_warps <= 2 * ONE_WAVE_WARPS:
         return True
-    if warps(config) > 2 * ONE_WAVE_WARPS and config.rows_per_thread == 1:
-        return not any((one.rows_per_thread or 0) > 1 for one in alternatives)
-    most = max((warps(one) for one in alternatives if warps(one) <= ONE_WAVE_WARPS), default=0)
-    return 4 * warps(config) >= most
+    return not any((one.rows_per_thread or 0) > 1 for one in alternatives)

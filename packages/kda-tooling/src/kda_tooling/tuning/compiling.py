@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY
-from kda_kernels import LaunchConfig, _launch
+from kda_kernels import LaunchConfig, _launch, flush
 from kda_kernels.aot import TARGETS, capture
 from kda_tooling.bench.arms import Arm, our_arms, with_config
 from kda_tooling.bench.machine import Machine
@@ -239,7 +239,7 @@ def compile_one(
 
 
 def compile_reference(settings: TuneSettings, group: Group, target: str | None = None, device: str = "cuda") -> None:
-    """Compile verify and commit of `REFERENCE`; ``target`` and ``device`` as `compile_one`'s."""
+    """Compile what two rounds of `REFERENCE` launch; ``target`` and ``device`` as `compile_one`'s."""
     device = "cpu" if target else device
     problems = build_problems(settings.sweep_settings(group), group.draft_tokens, CHECK_BATCH, 1, device)
     arm = arm_of(settings, group, group.lanes[0], REFERENCE)
@@ -247,13 +247,19 @@ def compile_reference(settings: TuneSettings, group: Group, target: str | None =
     with capture(target) if target else nullcontext():
         arm.verify(problems.layers[0])
         arm.commit(problems, accept_lens)
+        if arm.fold_on_verify:
+            first, folding = problems.layers[0], problems.folding
+            flush(problems.state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
+    if device == "cuda":
+        torch.cuda.synchronize()  # what fails there fails here, and not under a candidate's name
 
 
 def _figures_of_code(call: Callable[[], Any], target: str) -> Figures:
     """The figures of the kernels that ``call`` would launch on ``target``, the largest of each."""
     with capture(target) as compiled:
         call()
-    return Figures(*map(max, zip(*map(registers_and_spills, compiled), strict=True)))
+    figures = [registers_and_spills(variant) for variant in compiled]
+    return Figures(max(registers for registers, _ in figures), max(spills for _, spills in figures))
 
 
 def _figures_of_launches(call: Callable[[], Any]) -> Figures:

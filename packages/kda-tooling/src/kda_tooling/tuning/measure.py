@@ -69,10 +69,9 @@ def measure_group(
     Raises:
         ContextLostError: a candidate's failure left the GPU unusable.
     """
-    candidates = [
-        arm_of(settings, group, lane, config) for lane in group.lanes for config in (*compiled.configs[lane], REFERENCE)
-    ]
-    load_kernels(settings, group, candidates, device)
+    candidates = [(lane, config) for lane in group.lanes for config in compiled.configs[lane]]
+    used = [arm_of(settings, group, *one) for one in [(group.lanes[0], REFERENCE), *candidates]]
+    load_kernels(settings, group, used, device)
     with gpu_turn(device):
         arms, failures = _checked(settings, group, compiled, device)
     by_name = {arm.name: arm for arm in arms}

@@ -22,7 +22,8 @@ from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
 
 DEFAULT_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Powers of two and 1.5 times each. Where programs come to need another wave on the SMs, the fastest configuration and
-the faster lane change within a factor of two: with powers alone, choices between them cost up to 20 %: docs/gate.md."""
+the faster lane change within a factor of two: with powers alone, choices between them cost up to 20 %
+(docs/measured-facts.md)."""
 
 DEFAULT_DRAFT_TOKENS = (2, 3, 4, 5, 6, 7, 8)
 SAFE_BOUND = -5.0

@@ -1,7 +1,7 @@
 """Several processes measure on one GPU: what one of them times has the device to itself, all else goes on beside it.
 
-Most of a cell's time is the host's: checking and capturing the calls of some hundred layers. Kernels run for a few
-seconds of a minute. So groups are measured in processes of their own that take turns on the device, and so do the
+Most of a cell's time is the host's: capturing the calls of some hundred layers. Kernels run for a few seconds of
+a minute. So groups are measured in processes of their own that take turns on the device, and so do the
 processes of other runs.
 """
 
