@@ -135,7 +135,7 @@ class TestTrust:
             ask(packaged, batch=batch, shape=KdaShape(2, 2))
         (record,) = caplog.records
         assert tune_command(SHAPE, 4) in record.getMessage()
-        assert tune_command(SHAPE, 4).startswith("kda tune --heads 8 --hv-heads 8 --draft-tokens 4 --batch-sizes 1 2")
+        assert tune_command(SHAPE, 4) == "kda tune --heads 8 --hv-heads 8 --draft-tokens 4 --into tables"
         odd = tune_command(KdaShape(4, 8, 64, 128), 3, torch.float16)
         assert odd.startswith("kda tune --heads 4 --hv-heads 8 --head-k-dim 64 --dtype fp16 --draft-tokens 3")
 

@@ -28,7 +28,7 @@ def tune_command(
     ]
     if dtype != torch.bfloat16:
         words.append("--dtype fp16")
-    words.append(f"--draft-tokens {draft_tokens} --batch-sizes 1 2 4 8 16 32 64 128 256")
+    words.append(f"--draft-tokens {draft_tokens}")
     words += [kind] if kind else []
     return " ".join([*words, f"--into {shlex.quote(into)}"])
 
