@@ -14,7 +14,7 @@ from kda_backend import MODES
 from kda_backend.gate import OPTIONS, decide, write_table
 from kda_backend.gate.cells import GATES
 from kda_backend.lanes import Target
-from kda_kernels import KdaShape
+from kda_kernels import FORMS, KdaShape
 from kda_tooling.cli import app
 from kda_tooling.commands import gate as command
 from kda_tooling.gate.grid import grids
@@ -231,6 +231,11 @@ class TestShow:
         assert [len(axis.patches) for axis in panels] == [0, 2]
         texts = [[text.get_text() for text in axis.texts] for axis in panels]
         assert texts == [["U\n1.50"], ["F\n0.50", "F\n0.50", "U\n1.50", "U\n0.50 x"]]
+
+    def test_a_plain_pool_s_grids_come_first(self) -> None:
+        table = a_table(*(a_cell(option=option, form=form) for option in OPTIONS for form in FORMS))
+        options = [grid.title.rsplit(", ", 1)[1] for grid in grids(table)]
+        assert options == [option for option in OPTIONS for _ in FORMS]
 
     @pytest.mark.parametrize("name", ["truncated", "us NaN", "schema 2", "other shape", "binary"])
     def test_a_broken_table_is_refused_by_name(self, tmp_path: Path, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kda_backend.gate import Cell, Table
+from kda_backend.gate import OPTIONS, Cell, Table
 from kda_backend.lanes import lanes_of
 from kda_tooling.terminal import printable
 
@@ -45,9 +45,9 @@ class Grid:
 
 
 def grids(table: Table) -> list[Grid]:
-    """The grids of ``table`` in the order of its cells."""
+    """The grids of ``table``: those of a plain pool first, within an option in the order of the cells."""
     found: dict[str, dict[tuple[int, int], Cell]] = {}
-    for cell in table.cells:
+    for cell in sorted(table.cells, key=lambda cell: OPTIONS.index(cell.key.option)):
         key = cell.key
         title = f"{key.gate} gate, {key.form}, {key.mode}, {key.option}"
         found.setdefault(title, {})[key.draft_tokens, key.batch] = cell
