@@ -82,7 +82,9 @@ class Forge:
     def extract(self, commit: str, folder: Path) -> None:
         """Write the files of a commit below ``folder``."""
         with tarfile.open(fileobj=io.BytesIO(self._run(["git", "archive", "--format=tar", commit]))) as archive:
-            archive.extractall(folder, filter="data")
+            # Pythons before 3.11.4 have no filters; ours is a commit of this repository.
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(folder)
 
     def commit(self, files: Path, paths: Iterable[str], start: str | None, parent: str | None, message: str) -> str:
         """Make a commit of ``start``'s files with those at ``paths`` below ``files`` in their place; its hash.
