@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import triton
 
-from kda_kernels import KdaShape, LaunchConfig, _launch, flush, host_checks
+from kda_kernels import KdaShape, LaunchConfig, _launch, host_checks
 from kda_tooling.bench.arms import Arm
 from kda_tooling.bench.sweep import build_problems
 from kda_tooling.problem import Problems
@@ -67,8 +67,7 @@ def main() -> None:
             arm.verify(problems.layers[0])
             arm.commit(problems, torch.ones(5, dtype=torch.int32))
             if arm.fold_on_verify:
-                first, folding = problems.layers[0], problems.folding
-                flush(problems.state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
+                problems.flush()
 
         report(f"{group} reference", partial(compile_reference, SETTINGS, group, "sm90"), rounds)
 

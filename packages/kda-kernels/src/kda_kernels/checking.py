@@ -14,33 +14,30 @@ from kda_kernels.errors import ErrorKind
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 _host_value_checks: ContextVar[bool] = ContextVar("host_value_checks", default=True)
-
-
-@contextlib.contextmanager
-def host_checks(enabled: bool) -> Iterator[None]:
-    """Switch the host-side checks of index *values* on or off, so that a CPU test can meet them on the device."""
-    token = _host_value_checks.set(enabled)
-    try:
-        yield
-    finally:
-        _host_value_checks.reset(token)
-
-
 _calls_checked: ContextVar[bool] = ContextVar("calls_checked", default=True)
 
 
 @contextlib.contextmanager
-def verifies_unchecked() -> Iterator[None]:
+def _held(switch: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = switch.set(value)
+    try:
+        yield
+    finally:
+        switch.reset(token)
+
+
+def host_checks(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Switch the host-side checks of index *values* on or off, so that a CPU test can meet them on the device."""
+    return _held(_host_value_checks, enabled)
+
+
+def verifies_unchecked() -> contextlib.AbstractContextManager[None]:
     """Launch verifies without looking at their arguments, and without remembering them.
 
     For a benchmark that captures one after checking its like: a first call's checks take longer than its launch, and a
     graph of hundreds of layers has hundreds of first calls. A wrong argument is undefined behaviour in here.
     """
-    token = _calls_checked.set(False)
-    try:
-        yield
-    finally:
-        _calls_checked.reset(token)
+    return _held(_calls_checked, False)
 
 
 def checks_calls() -> bool:

@@ -65,8 +65,8 @@ _BY_HEADS: dict[str, dict[int, tuple[tuple[int, LaunchConfig], ...]]] = {
 """Up to T tokens (0: any) -> up to so many heads in the batch (0: any) -> configuration. The limits lie between the
 measured batch sizes (8, 16, 64, 66 and 192 no more than that), some where programs need a second wave on 132 SMs: past
 33 heads those of a quarter of a head with eight warps, one to an SM; past 132 those of half a head with eight warps,
-two to an SM; past 264 those of a whole head. Unfused with a pending fold goes by the fused
-lane's; where it wins, in large batches, the gate's table names its own."""
+two to an SM; past 264 those of a whole head. Unfused with a pending fold goes by the fused lane's; where it wins, in
+large batches, the gate's table names its own."""
 
 
 def default_verify_config(

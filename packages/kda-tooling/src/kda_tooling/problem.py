@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from kda_kernels import KdaShape, LayerParams, LayerState, PendingFold, Ring, Snapshots, new_error_counts
+from kda_kernels import KdaShape, LayerParams, LayerState, PendingFold, Ring, Snapshots, flush, new_error_counts
 from kda_kernels.buffers import KEPT_INPUTS
 
 
@@ -119,6 +119,12 @@ class Problems(Records):
     def compact(self) -> LayerState:
         """``state`` with kept inputs in place of windows; ValueError if the problems were built without it."""
         return _compact(self)
+
+    def flush(self) -> None:
+        """Fold what is pending into the states, and have nothing pending; ValueError as `folding`."""
+        first, folding = self.layers[0], self.folding
+        flush(self.state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
+        folding.reset()
 
 
 def random_params(

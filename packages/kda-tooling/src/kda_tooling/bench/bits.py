@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kda_kernels import Ring, flush
+from kda_kernels import Ring
 from kda_tooling.bench.arms import OURS, RECURRENT, Arm, commit_arms
 from kda_tooling.problem import Problems, VerifyProblem
 
@@ -147,9 +147,7 @@ def check_commits(problems: Problems, arms: list[Arm], accept_lens: torch.Tensor
         state.conv_state.copy_(before[0])
         arm.commit(problems, accept_lens)
         if arm.fold_on_verify:
-            first, folding = problems.layers[0], problems.folding
-            flush(state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
-            folding.reset()
+            problems.flush()
         expected.equal(arm, "conv_state", state.conv_state)
         if arm.owner == OURS:
             expected.equal(arm, "ssm_state", state.ssm_state)

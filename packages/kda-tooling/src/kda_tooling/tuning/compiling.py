@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY
-from kda_kernels import LaunchConfig, _launch, flush
+from kda_kernels import LaunchConfig, _launch
 from kda_kernels.aot import TARGETS, capture
 from kda_tooling.bench.arms import Arm, our_arms, with_config
 from kda_tooling.bench.machine import Machine
@@ -248,8 +248,7 @@ def compile_reference(settings: TuneSettings, group: Group, target: str | None =
         arm.verify(problems.layers[0])
         arm.commit(problems, accept_lens)
         if arm.fold_on_verify:
-            first, folding = problems.layers[0], problems.folding
-            flush(problems.state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
+            problems.flush()
     if device == "cuda":
         torch.cuda.synchronize()  # what fails there fails here, and not under a candidate's name
 

@@ -34,6 +34,6 @@ def load_kernels(settings: TuneSettings, group: Group, arms: Iterable[Arm], devi
         _launch.LAUNCHER, _launch.TARGET_OVERRIDE = before
 
 
-def _load(kernel: Any, grid: tuple[int], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _load(kernel: Any, grid: tuple[int], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """A launcher that stops before the launch: what Triton does with the arguments until then is the same."""
-    kernel.warmup(*args, grid=grid, **options).run  # noqa: B018 - the attribute is what loads
+    return kernel.warmup(*args, grid=grid, **options).run  # asked for this attribute, it has the driver load

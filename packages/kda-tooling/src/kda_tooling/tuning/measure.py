@@ -9,7 +9,7 @@ from dataclasses import dataclass, is_dataclass
 import torch
 
 from kda_backend.gate.cells import OPTIONS, LaneFigures
-from kda_kernels import LaunchConfig, flush
+from kda_kernels import LaunchConfig
 from kda_kernels._replay import alignment_of
 from kda_kernels.checking import verifies_unchecked
 from kda_tooling.bench.arms import Arm, peer_arms
@@ -168,9 +168,7 @@ def two_rounds(problems: Problems, arm: Arm, accept_lens: torch.Tensor) -> dict[
             found[f"output of round {number}, layer {index}"] = arm.verify(problem).clone()
         arm.commit(problems, accept_lens)
     if arm.fold_on_verify:
-        first, folding = problems.layers[0], problems.folding
-        flush(state.ssm_state, folding.banks, folding.pending, shape=first.shape, slots=first.slots)
-        folding.reset()
+        problems.flush()
     found |= {"conv_state": state.conv_state.clone(), "ssm_state": state.ssm_state.clone()}
     state.conv_state.copy_(before[0])
     state.ssm_state.copy_(before[1])
