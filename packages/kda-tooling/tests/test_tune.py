@@ -256,6 +256,18 @@ def test_tiles_are_tried_where_their_programs_suit_the_number_of_heads() -> None
     assert fits_heads(lone[0], lone, 1 << 20, 128)
 
 
+def test_with_snapshots_every_tile_is_tried_at_every_batch_size() -> None:
+    settings = TuneSettings(forms=("recurrent",), draft_tokens=(4,))
+    tried = {}
+    for group in settings.groups():
+        lane = group.lanes[1]
+        every = candidates(settings.shape, 4, "recurrent", lane, nvidia=True)
+        arms = [compiling.arm_of(settings, group, lane, config) for config in every]
+        tried[group.mode] = [len(measure._tried(settings, group, arms, batch)) for batch in (1, 256)], len(arms)
+    assert tried["snapshots"] == ([12, 12], 12)
+    assert tried["ring"] == ([12, 8], 12)
+
+
 def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Kernel:

@@ -86,7 +86,7 @@ def ruled_out(figures: Figures) -> str | None:
 
 
 def fits_heads(config: LaunchConfig, alternatives: Sequence[LaunchConfig], heads: int, head_v_dim: int) -> bool:
-    """Whether ``config`` can be the fastest of ``alternatives`` for a batch of ``heads`` heads, requests times HV.
+    """Whether ``config`` can be a ring's fastest of ``alternatives`` for a batch of ``heads`` heads, requests times HV.
 
     Past two waves of programs, tiles of an eighth of a head repeat a head's q and k work too often, and programs of one
     row a thread have too little to do between their barriers.

@@ -92,7 +92,7 @@ def measure_group(
     surveyed = sizes[::2] if len(sizes) % 2 else (*sizes[::2], sizes[-1])
     best: dict[int, list[str]] = {}
     for batch in surveyed:
-        tried = _tried(settings, arms, batch)
+        tried = _tried(settings, group, arms, batch)
         times = timed(batch, tried, settings.seed, SURVEY_PASSES)
         best[batch] = [name for lane in group.lanes for name in _fastest(times, tried, lane, settings.finalists)]
     finalists = {batch: _shortlist(best, batch) for batch in sizes}
@@ -107,8 +107,10 @@ def measure_group(
     return Measured(_figures(group, sizes, passes, arms, compiled.failures + failures), failures)
 
 
-def _tried(settings: TuneSettings, arms: Sequence[Arm], batch: int) -> list[Arm]:
-    """The arms that could be their lane's fastest at ``batch``."""
+def _tried(settings: TuneSettings, group: Group, arms: Sequence[Arm], batch: int) -> list[Arm]:
+    """The arms that could be their lane's fastest at ``batch``: with snapshots, whose writes take longest, all."""
+    if group.mode != "ring":
+        return list(arms)
     shape, found = settings.shape, []
     for arm in arms:
         others = [other.config for other in arms if other.lane == arm.lane and other.config is not None]
