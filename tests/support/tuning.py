@@ -10,7 +10,7 @@ from kda_backend.gate import Table
 from kda_kernels import KdaShape, LaunchConfig
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.timing import Timing
-from kda_tooling.tuning import measure
+from kda_tooling.tuning import capturing, measure
 from kda_tooling.tuning.settings import TuneSettings
 
 SHAPE = KdaShape(1, 2, 64, 64)
@@ -24,7 +24,7 @@ SMALL = TuneSettings(
 CONFIGS = [LaunchConfig(16, 1), LaunchConfig(32, 1), LaunchConfig(64, 4)]
 SMALL_COMMAND = [*SMALL.command.split()[1:]]
 ONE_HEAD = dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64))
-REAL_CHECK, REAL_ROUNDS, REAL_WRITTEN = measure.check, measure.two_rounds, measure.check_written
+REAL_CHECK, REAL_ROUNDS, REAL_WRITTEN = measure.check, measure.two_rounds, capturing.check_written
 
 
 class Clock:

@@ -17,7 +17,7 @@ from kda_tooling.bench.floor import Traffic, commit_traffic, verify_traffic
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import SweepSettings
-from kda_tooling.tuning import compiling, measure, run
+from kda_tooling.tuning import capturing, compiling, measure, run
 from kda_tooling.tuning.candidates import Figures
 from kda_tooling.tuning.settings import TuneSettings
 from tests.support import tuning
@@ -85,9 +85,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     monkeypatch.setattr(compiling, "compile_reference", lambda *_: None)
     monkeypatch.setattr(measure, "check", lambda *_: None)
     monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
-    monkeypatch.setattr(measure, "check_written", lambda *_: None)
-    monkeypatch.setattr(measure, "run_once", lambda calls: None)
-    monkeypatch.setattr(measure, "record", lambda calls: calls)
+    monkeypatch.setattr(capturing, "check_written", lambda *_: None)
+    monkeypatch.setattr(capturing, "run_once", lambda calls: None)
+    monkeypatch.setattr(capturing, "record", lambda calls: calls)
     monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))
     monkeypatch.setattr(run, "device_memory", lambda: 1 << 40)
     monkeypatch.setattr(run, "gpu_turn", lambda _: nullcontext())
@@ -98,7 +98,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
         machine: Machine = tuning.MACHINE,
         **options: Any,
     ) -> run.TuneResult:
-        monkeypatch.setattr(measure, "measure_interleaved", tuning.Clock(us))
+        monkeypatch.setattr(capturing, "measure_interleaved", tuning.Clock(us))
         monkeypatch.setattr(run, "describe_machine", lambda: machine)
         return run.run_tune(settings, tmp_path, **({"processes": 1} | options))
 

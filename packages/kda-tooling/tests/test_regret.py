@@ -21,7 +21,7 @@ from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.timing import Timing
 from kda_tooling.cli import app
 from kda_tooling.commands import regret as command
-from kda_tooling.tuning import compiling, measure, regret
+from kda_tooling.tuning import capturing, compiling, regret
 from kda_tooling.tuning.candidates import Figures
 from kda_tooling.tuning.settings import TuneSettings
 
@@ -59,11 +59,11 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., regret.RegretResult]:
     """Measures `SETTINGS` with these times."""
-    own = measure.time_arms
+    own = capturing.time_arms
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
-    monkeypatch.setattr(measure, "run_once", lambda calls: None)
-    monkeypatch.setattr(measure, "record", lambda calls: calls)
+    monkeypatch.setattr(capturing, "run_once", lambda calls: None)
+    monkeypatch.setattr(capturing, "record", lambda calls: calls)
     monkeypatch.setattr(regret, "describe_machine", lambda: MACHINE)
     monkeypatch.setattr(regret, "count_of", lambda *_: 1)
     monkeypatch.setattr(regret, "gpu_turn", lambda _: nullcontext())
@@ -73,7 +73,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., reg
         def clock(graphs: dict[str, Any], calls: int, *, passes: int, **_: Any) -> dict[str, Timing]:
             return {name: Timing((us[name.split("|")[0].removeprefix("kda ")],)) for name in graphs}
 
-        monkeypatch.setattr(measure, "measure_interleaved", clock)
+        monkeypatch.setattr(capturing, "measure_interleaved", clock)
         return regret.measure_regret(settings, folder, processes=1)
 
     return run

@@ -64,6 +64,36 @@ def test_turns_of_two_processes_do_not_overlap(tmp_path: Path) -> None:
     assert ended_two > began_two
 
 
+def place_of(item: Path, prepared: None) -> tuple[str, float, float]:
+    """When this process was in there: "a" and "b" together with others, "c" alone; "c" comes while "a" is in there."""
+    give_up = time.monotonic() + 60
+    folder, name = item.parent, item.name
+    while name != "a" and not (folder / "entered").exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    if name == "b":  # behind "c", which waits
+        time.sleep(0.3)
+    with turn(folder / "the.turn", alone=name == "c"):
+        began = time.monotonic()
+        (folder / "entered").touch()
+        time.sleep(1.0 if name == "a" else 0.2)
+        return name, began, time.monotonic()
+
+
+@pytest.mark.parametrize("third", ["b", "c"])
+def test_those_that_are_not_alone_are_together_and_nobody_slips_in_before_one_that_waits(
+    tmp_path: Path, third: str
+) -> None:
+    items = [tmp_path / name for name in ("a", "b", third)]
+    found = {result[0]: result[1:] for *_, result in measured_in_processes(items, lambda item: None, place_of, 3)}
+    (_, ended_a), (began_b, _) = found["a"], found["b"]
+    if third == "b":
+        assert began_b < ended_a
+        return
+    began_c, ended_c = found["c"]
+    assert ended_a <= began_c
+    assert ended_c <= began_b
+
+
 def dies_in_its_turn(item: Path, prepared: None) -> None:
     with turn(item):
         os._exit(1)

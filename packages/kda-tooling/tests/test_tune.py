@@ -22,7 +22,7 @@ from kda_backend.gate.table import MOST_PROVENANCE
 from kda_kernels import KdaShape, LaunchConfig, _launch
 from kda_tooling.bench.arms import Arm, config_name
 from kda_tooling.bench.sweep import build_problems
-from kda_tooling.tuning import compiling, measure, run
+from kda_tooling.tuning import capturing, compiling, measure, run
 from kda_tooling.tuning.candidates import Figures, candidates, capped, fits_heads, ruled_out
 from kda_tooling.tuning.settings import TuneSettings
 from tests.support.tuning import (
@@ -50,9 +50,9 @@ def test_the_fastest_configuration_of_every_lane_is_found_and_the_winner_named(t
 
 
 def test_a_win_in_one_pass_only_is_none(tuned: Callable[..., Any]) -> None:
-    # Measurements 1 and 2 are the survey (B = 1 and 3), 3 to 5 the first pass, 6 to 8 the second.
+    # Measurements 1 to 6 are a survey and the first pass of each B (1, 3, 2), 7 to 9 the second pass (1, 2, 3).
     def slow_once(name: str, number: int) -> float:
-        return usual(name, number) + (5 if "kda fused" in name and number == 7 else 0)
+        return usual(name, number) + (5 if "kda fused" in name and number == 8 else 0)
 
     assert verdicts(tuned(slow_once).table) == ["fused+ring", "unfused+ring", "fused+ring"]
 
@@ -68,22 +68,36 @@ def test_a_win_within_the_margin_is_none(tuned: Callable[..., Any]) -> None:
 def test_every_pass_has_inputs_of_its_own_and_the_finalists_only(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, seen = measure.time_arms, []
+    own, seen = measure.captured_arms, []
 
-    def time_arms(
+    def captured_arms(
         settings: TuneSettings, group: Any, batch: int, arms: list[Arm], l2: int, seed: int, *rest: Any, **more: Any
     ) -> Any:
         seen.append((seed, batch, len(arms)))
         return own(settings, group, batch, arms, l2, seed, *rest, **more)
 
-    monkeypatch.setattr(measure, "time_arms", time_arms)
+    monkeypatch.setattr(measure, "captured_arms", captured_arms)
     tuned(usual)
-    assert seen == [(0, 1, 6), (0, 3, 6), *((seed, batch, 4) for seed in (1, 2) for batch in (1, 2, 3))]
+    assert seen == [(0, 1, 6), (0, 3, 6), (0, 2, 6), (1, 1, 4), (1, 2, 4), (1, 3, 4)]
+
+
+def test_between_surveyed_sizes_what_is_far_behind_at_both_is_not_tried(tuned: Callable[..., Any]) -> None:
+    timed: list[int] = []
+
+    def us(name: str, number: int) -> float:
+        """Fused, tiles of 16 lose by half at both ends, tiles of 64 at one of them; measurement 5 is B = 2's survey."""
+        timed.extend([number] * (number == 5 and "kda fused" in name))
+        assert not ("kda fused" in name and "bv16" in name and number in (5, 6)), "surveyed at B = 2"
+        slow = "bv16" in name or ("bv64" in name and number <= 2)
+        return usual(name, number) * (1.5 if slow and "kda fused" in name else 1.0)
+
+    tuned(us)
+    assert len(timed) == 2
 
 
 def test_a_configuration_is_kept_where_another_is_hardly_faster(tuned: Callable[..., Any]) -> None:
     def us(name: str, number: int) -> float:  # at B = 2, bv16 is 0.3 % ahead of bv32; at B = 3, 2 %
-        at = {4: 0.997, 7: 0.997, 5: 0.98, 8: 0.98}.get(number, 1.01)
+        at = {6: 0.997, 8: 0.997, 4: 0.98, 9: 0.98}.get(number, 1.01)
         return 10.0 * (at if "bv16" in name else 1.0 if "bv32" in name else 2.0)
 
     table = tuned(us).table
@@ -263,7 +277,7 @@ def test_with_snapshots_every_tile_is_tried_at_every_batch_size() -> None:
         lane = group.lanes[1]
         every = candidates(settings.shape, 4, "recurrent", lane, nvidia=True)
         arms = [compiling.arm_of(settings, group, lane, config) for config in every]
-        tried[group.mode] = [len(measure._tried(settings, group, arms, batch)) for batch in (1, 256)], len(arms)
+        tried[group.mode] = [len(measure._tried(settings, group, arms, {}, batch)) for batch in (1, 256)], len(arms)
     assert tried["snapshots"] == ([12, 12], 12)
     assert tried["ring"] == ([12, 8], 12)
 
@@ -288,37 +302,44 @@ def test_layers_are_told_apart_by_the_alignment_of_their_tensors() -> None:
     # Three requests of two tokens and two heads: a layer's b begins 24 bytes after that of the one before.
     problems = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 3, 5, "cpu")
     assert [problem.b.data_ptr() % 16 for problem in problems.layers] == [0, 8, 0, 8, 0]
-    assert measure.one_of_each_alignment(problems) == [0, 1]
+    assert capturing.one_of_each_alignment(problems) == [0, 1]
     alike = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 2, 5, "cpu")
-    assert measure.one_of_each_alignment(alike) == [0]
+    assert capturing.one_of_each_alignment(alike) == [0]
 
 
 def test_kernels_run_in_a_turn_and_captures_do_not(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, seen = [False], []
+    inside, seen = ["none"], []
 
-    @contextmanager
-    def turn(device: str) -> Iterator[None]:
-        assert not inside[0]
-        inside[0] = True
-        yield
-        inside[0] = False
+    def turn(kind: str) -> Callable[[str], Any]:
+        @contextmanager
+        def entered(device: str) -> Iterator[None]:
+            assert inside[0] == "none"
+            inside[0] = kind
+            yield
+            inside[0] = "none"
 
-    def noted(name: str) -> None:
-        own = getattr(measure, name)
+        return entered
+
+    def noted(module: Any, name: str) -> None:
+        own = getattr(module, name)
 
         def call(*args: Any, **rest: Any) -> Any:
             seen.append((name, inside[0]))
             return own(*args, **rest)
 
-        monkeypatch.setattr(measure, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    monkeypatch.setattr(measure, "gpu_turn", turn)
-    for name in ("check", "check_written", "build_problems", "run_once", "record"):
-        noted(name)
+    monkeypatch.setattr(capturing, "gpu_turn", turn("alone"))
+    for module in (capturing, measure):
+        monkeypatch.setattr(module, "gpu_shared", turn("shared"))
+    together = [
+        (measure, "check"), (measure, "build_problems"), (capturing, "check_written"), (capturing, "build_problems"),
+        (capturing, "run_once"),
+    ]  # fmt: skip
+    for one in (*together, (capturing, "record")):
+        noted(*one)
     tuned(lambda name, number: seen.append(("clock", inside[0])) or 1.0)
-    assert set(seen) == {
-        *((name, True) for name in ("check", "check_written", "build_problems", "run_once", "clock")), ("record", False)
-    }  # fmt: skip
+    assert set(seen) == {*((name, "shared") for _, name in together), ("clock", "alone"), ("record", "none")}
 
 
 def test_what_crosses_to_a_measuring_process_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,8 +349,8 @@ def test_what_crosses_to_a_measuring_process_can(monkeypatch: pytest.MonkeyPatch
     failure = compiling.Failure(group, "fused+ring", LaunchConfig(32, 1), "no", batch=2)
     figures = {1: {"fused+ring": LaneFigures((1.0, 2.0), (), LaunchConfig(32, 1))}}
     assert pickle.loads(pickle.dumps(measure.Measured(figures, [failure]))) == measure.Measured(figures, [failure])
-    with pytest.raises(measure.ContextLostError, match="lost"):
-        raise pickle.loads(pickle.dumps(measure.ContextLostError("lost")))
+    with pytest.raises(capturing.ContextLostError, match="lost"):
+        raise pickle.loads(pickle.dumps(capturing.ContextLostError("lost")))
 
 
 def test_processes_are_as_many_as_fit_the_largest_group(

@@ -16,7 +16,7 @@ from kda_backend.gate import write_table
 from kda_kernels import KdaShape
 from kda_tooling.cli import app
 from kda_tooling.commands import tune as command_module
-from kda_tooling.tuning import measure, run
+from kda_tooling.tuning import capturing, run
 from kda_tooling.tuning.settings import TuneSettings
 from tests.support.tuning import (
     MACHINE,
@@ -35,7 +35,7 @@ def test_a_terminal_of_80_columns_cuts_no_word_of_the_help(command: list[str]) -
 
 def test_changes_are_of_verdicts_and_of_what_was_measured(tuned: Callable[..., Any]) -> None:
     before = tuned(usual).table
-    after = tuned(lambda name, number: usual(name, number) + (9 if "kda fused" in name and number in (3, 6) else 0))
+    after = tuned(lambda name, number: usual(name, number) + (9 if "kda fused" in name and number in (2, 7) else 0))
     assert run.changes(after, before) == [
         "safe gate, recurrent, ring, plain, T=2, B=1: unfused+ring, the table says fused+ring"
     ]
@@ -174,7 +174,7 @@ def test_a_table_of_something_else_is_not_compared_with(
 
 @pytest.mark.parametrize(
     "error",
-    [measure.ContextLostError("the GPU is\nunusable"), BrokenProcessPool("died"), OSError(28, "disk full")],
+    [capturing.ContextLostError("the GPU is\nunusable"), BrokenProcessPool("died"), OSError(28, "disk full")],
     ids=repr,
 )
 def test_a_run_that_ends_early_exits_with_2_and_one_line(

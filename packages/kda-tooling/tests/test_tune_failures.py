@@ -16,7 +16,7 @@ from kda_backend.gate import load_table
 from kda_kernels import KdaShape, LaunchConfig
 from kda_tooling.bench.arms import Arm, config_name
 from kda_tooling.bench.bits import BitsCheck, BitsDifferError
-from kda_tooling.tuning import compiling, measure
+from kda_tooling.tuning import capturing, compiling, measure
 from kda_tooling.tuning.candidates import Figures
 from kda_tooling.tuning.settings import TuneSettings
 from tests.support.tuning import (
@@ -44,7 +44,7 @@ def broken_at(
         return dataclasses.replace(arm, verify=lambda p: verify(arm, p) if p.batch == batch else arm.verify(p))
 
     monkeypatch.setattr(measure, "arm_of", arm_of)
-    monkeypatch.setattr(measure, "rotation_layers", lambda *_: (1, True))
+    monkeypatch.setattr(capturing, "rotation_layers", lambda *_: (1, True))
 
 
 def fails_when_run(monkeypatch: pytest.MonkeyPatch, batch: int, error: Exception, lane: str = "fused+ring") -> None:
@@ -58,8 +58,8 @@ def fails_when_run(monkeypatch: pytest.MonkeyPatch, batch: int, error: Exception
     def calls_of(kind: str, arm: Arm, problems: Any, accept_lens: torch.Tensor) -> list[Any]:
         return [functools.partial(print, (arm.lane, arm.config), problem) for problem in problems.layers]
 
-    monkeypatch.setattr(measure, "calls_of", calls_of)
-    monkeypatch.setattr(measure, "run_once", run_once)
+    monkeypatch.setattr(capturing, "calls_of", calls_of)
+    monkeypatch.setattr(capturing, "run_once", run_once)
 
 
 def test_other_bits_are_a_failure_that_is_told_and_never_timed(
@@ -124,7 +124,7 @@ def test_a_candidate_whose_bits_differ_at_a_timed_batch_size_is_in_no_cell(
         return out
 
     broken_at(monkeypatch, batch, last_place)
-    monkeypatch.setattr(measure, "check_written", REAL_WRITTEN)
+    monkeypatch.setattr(capturing, "check_written", REAL_WRITTEN)
     monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
     result = tuned(usual, ONE_HEAD)
     (failure,) = result.failures
@@ -136,16 +136,18 @@ def test_a_candidate_whose_bits_differ_at_a_timed_batch_size_is_in_no_cell(
 def test_a_gpu_that_is_lost_ends_the_run_with_the_table_so_far(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, own_alive = dataclasses.replace(ONE_HEAD, draft_tokens=(2, 3)), measure.ensure_alive
+    both, own_alive = dataclasses.replace(ONE_HEAD, draft_tokens=(2, 3)), capturing.ensure_alive
 
     def lost() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     first = tuned(usual, ONE_HEAD)
     fails_when_run(monkeypatch, 3, RuntimeError("CUDA error: an illegal memory access was encountered"))
-    monkeypatch.setattr(measure, "ensure_alive", lambda device, *rest: own_alive("cuda", *rest))
+    monkeypatch.setattr(capturing, "ensure_alive", lambda device, *rest: own_alive("cuda", *rest))
     monkeypatch.setattr("torch.cuda.synchronize", lost)
-    with pytest.raises(measure.ContextLostError, match=r"fused\+ring bv32\.w1 left the GPU unusable .*illegal memory"):
+    with pytest.raises(
+        capturing.ContextLostError, match=r"fused\+ring bv32\.w1 left the GPU unusable .*illegal memory"
+    ):
         tuned(usual, both, resume=True)
     kept = load_table(first.path)
     assert kept.cells == first.table.cells
@@ -155,8 +157,8 @@ def test_a_failure_that_leaves_the_gpu_usable_is_only_that(monkeypatch: pytest.M
     (group,) = SMALL.groups()
     arm = measure.arm_of(SMALL, group, "fused+ring", CONFIGS[0])
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    measure.ensure_alive("cuda", arm, RuntimeError("too many resources requested for launch"))
-    measure.ensure_alive("cpu", arm, RuntimeError("any"))
+    capturing.ensure_alive("cuda", arm, RuntimeError("too many resources requested for launch"))
+    capturing.ensure_alive("cpu", arm, RuntimeError("any"))
 
 
 class DyingPool(ThreadPoolExecutor):
@@ -257,7 +259,7 @@ def test_on_a_gpu_what_fails_is_left_out_and_the_rest_is_timed() -> None:
 
     arms = [dataclasses.replace(stops, verify=stop), dataclasses.replace(differs, verify=last_place), good]
     errors: dict[str, str] = {}
-    times = measure.time_arms(
+    times = capturing.time_arms(
         ONE_HEAD, group, 5, arms, 1 << 20, 0, 1, on_failure=lambda arm, error: errors.update({arm.name: str(error)})
     )
     assert set(times) == {good.name}

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from kda_tooling.tuning.regret import RegretResult
     from kda_tooling.tuning.settings import TuneSettings
 
-BATCH_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256]
+BATCH_SIZES = [
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256,
+]  # fmt: skip
 """The sizes that tables are measured at, and some between them."""
 
 USUAL, MOST, SHARE = 0.03, 0.06, 0.98

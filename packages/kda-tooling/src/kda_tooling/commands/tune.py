@@ -46,7 +46,7 @@ Processes = Annotated[
 ]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
 EVERY_T = [2, 3, 4, 5, 6, 7, 8]
-EVERY_B = [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+EVERY_B = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256]
 EVERY_FORM, EVERY_MODE, PLAIN, SAFE = list(FORMS), list(MODES), list(OPTIONS[:1]), list(GATES[:1])
 """The usual values, those of `kda_tooling.tuning.settings.TuneSettings`, here so that ``--help`` imports no torch."""
 

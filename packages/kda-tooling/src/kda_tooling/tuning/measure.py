@@ -1,44 +1,35 @@
-"""Time a group's candidates: a survey of all at every other batch size, then independent passes of the best few."""
+"""Time a group's candidates: at every batch size a survey of those that could win, then passes of the best few."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from kda_backend.gate.cells import OPTIONS, LaneFigures
+from kda_backend.gate.cells import LaneFigures
 from kda_kernels import LaunchConfig
-from kda_kernels._replay import alignment_of
-from kda_kernels.checking import verifies_unchecked
-from kda_tooling.bench.arms import Arm, peer_arms
+from kda_tooling.bench.arms import Arm
 from kda_tooling.bench.bits import BitsCheck, BitsDifferError
-from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
-from kda_tooling.bench.timing import Replayable, Timing, measure_interleaved, record, run_once
-from kda_tooling.peers import Peer
+from kda_tooling.bench.sweep import build_problems
 from kda_tooling.problem import Problems
 from kda_tooling.tuning.candidates import fits_heads
+from kda_tooling.tuning.capturing import Times, captured_arms, deciding, ensure_alive
 from kda_tooling.tuning.compiling import CHECK_BATCH, REFERENCE, Compiled, Failure, arm_of, in_a_line
 from kda_tooling.tuning.loading import load_kernels
 from kda_tooling.tuning.settings import Group, TuneSettings
-from kda_tooling.tuning.sharing import gpu_turn
+from kda_tooling.tuning.sharing import gpu_shared
 
-SURVEY_PASSES = 3
+SURVEY_PASSES = 1
 FINAL_PASSES = 5
-SECONDS_PER_PASS = 1e-3
-"""Time of an arm in a pass; three or five of them differ by tenths of a per cent."""
+NEAR = 0.3
+"""What is slower than a lane's best by more than this share at both batch sizes around one is not surveyed there. Those
+that won between were within a fifth at one of them (docs/measured-facts.md)."""
 
 SAME = 0.005
 """Two configurations are the same speed within this share: then the one of the batch size before is kept, so that
 fewer variants are compiled and a table's lines change less."""
-
-Times = dict[str, tuple[float, float | None]]
-"""Arm name -> microseconds per layer of a verify, and of a round where rounds decide."""
-
-
-class ContextLostError(RuntimeError):
-    """A failure on the GPU after which this process gets no more work done there."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,9 @@ def measure_group(
 ) -> Measured:
     """Check every candidate's bits, survey them, and time the best of each lane in independent passes.
 
-    A pass builds its own inputs from a seed of its own and captures its own graphs, all batch sizes before the next
-    pass begins. A candidate that fails at a B is out there, one whose bits differ is out everywhere.
+    A pass has inputs of a seed of its own and graphs of its own, all batch sizes before the next pass begins. The first
+    pass's graphs are the survey's; what the survey timed only chooses what the pass times. A candidate that fails at a
+    B is out there, one whose bits differ is out everywhere.
 
     Raises:
         ContextLostError: a candidate's failure left the GPU unusable.
@@ -72,14 +64,14 @@ def measure_group(
     candidates = [(lane, config) for lane in group.lanes for config in compiled.configs[lane]]
     used = [arm_of(settings, group, *one) for one in [(group.lanes[0], REFERENCE), *candidates]]
     load_kernels(settings, group, used, device)
-    with gpu_turn(device):
-        arms, failures = _checked(settings, group, compiled, device)
+    arms, failures = _checked(settings, group, compiled, device)
     by_name = {arm.name: arm for arm in arms}
-    sizes = settings.batch_sizes
     wrong: set[str] = set()
     failed: set[tuple[int, str]] = set()
 
-    def timed(batch: int, chosen: Sequence[Arm], seed: int, passes: int) -> Times:
+    def timed(batch: int, chosen: Sequence[Arm], number: int, surveyed: dict[int, Times] | None = None) -> Times:
+        """The finalists' times: ``chosen``, or the best of them by a survey that goes into ``surveyed``."""
+
         def leave_out(arm: Arm, error: Exception) -> None:
             failures.append(Failure(group, arm.lane, arm.config or LaunchConfig(), in_a_line(error), batch=batch))
             failed.add((batch, arm.name))
@@ -87,35 +79,59 @@ def measure_group(
                 wrong.add(arm.name)
 
         sound = [arm for arm in chosen if arm.name not in wrong and (batch, arm.name) not in failed]
-        return time_arms(settings, group, batch, sound, l2_bytes, seed, passes, device, on_failure=leave_out)
+        seed = settings.seed + number
+        with captured_arms(settings, group, batch, sound, l2_bytes, seed, device, on_failure=leave_out) as captured:
+            names = [arm.name for arm in captured.arms]
+            if surveyed is not None:
+                surveyed[batch] = captured.times(names, SURVEY_PASSES)
+                names = [n for lane in group.lanes for n in _fastest(surveyed[batch], arms, lane, settings.finalists)]
+            return captured.times(names, FINAL_PASSES)
 
-    surveyed = sizes[::2] if len(sizes) % 2 else (*sizes[::2], sizes[-1])
-    best: dict[int, list[str]] = {}
-    for batch in surveyed:
-        tried = _tried(settings, group, arms, batch)
-        times = timed(batch, tried, settings.seed, SURVEY_PASSES)
-        best[batch] = [name for lane in group.lanes for name in _fastest(times, tried, lane, settings.finalists)]
-    finalists = {batch: _shortlist(best, batch) for batch in sizes}
-    passes: list[dict[int, Times]] = []
-    for number in range(settings.passes):
-        found: dict[int, Times] = {}
-        for batch in sizes:
-            chosen = [by_name[name] for name in finalists[batch]]
-            found[batch] = timed(batch, chosen, settings.seed + 1 + number, FINAL_PASSES)
-        passes.append(found)
+    surveyed: dict[int, Times] = {}
+    first = {
+        batch: timed(batch, _tried(settings, group, arms, surveyed, batch), 0, surveyed)
+        for batch in _ends_first(settings.batch_sizes)
+    }
+    passes = [first]
+    for number in range(1, settings.passes):
+        passes.append(
+            {batch: timed(batch, [by_name[name] for name in first[batch]], number) for batch in settings.batch_sizes}
+        )
     arms = [arm for arm in arms if arm.name not in wrong]
-    return Measured(_figures(group, sizes, passes, arms, compiled.failures + failures), failures)
+    return Measured(_figures(group, settings.batch_sizes, passes, arms, compiled.failures + failures), failures)
 
 
-def _tried(settings: TuneSettings, group: Group, arms: Sequence[Arm], batch: int) -> list[Arm]:
-    """The arms that could be their lane's fastest at ``batch``: with snapshots, whose writes take longest, all."""
-    if group.mode != "ring":
+def _ends_first(sizes: Sequence[int]) -> list[int]:
+    """``sizes``, every other one and the last before those between."""
+    coarse = dict.fromkeys([*sizes[::2], sizes[-1]])
+    return [*coarse, *(size for size in sizes if size not in coarse)]
+
+
+def _tried(
+    settings: TuneSettings, group: Group, arms: Sequence[Arm], surveyed: Mapping[int, Times], batch: int
+) -> list[Arm]:
+    """The arms that could be their lane's fastest at ``batch``, by what is ``surveyed`` around it or by tiles."""
+    below = max((size for size in surveyed if size < batch), default=None)
+    above = min((size for size in surveyed if size > batch), default=None)
+    if below is not None and above is not None:
+        near = {name for size in (below, above) for name in _near(surveyed[size], arms, group)}
+        return [arm for arm in arms if arm.name in near]
+    if group.mode != "ring":  # writing snapshots takes longest: no tile is ruled out
         return list(arms)
     shape, found = settings.shape, []
     for arm in arms:
         others = [other.config for other in arms if other.lane == arm.lane and other.config is not None]
         if arm.config is None or fits_heads(arm.config, others, batch * shape.num_v_heads, shape.head_v_dim):
             found.append(arm)
+    return found
+
+
+def _near(times: Times, arms: Sequence[Arm], group: Group) -> list[str]:
+    """The arms within `NEAR` of their lane's fastest."""
+    found = []
+    for lane in group.lanes:
+        names = _fastest(times, arms, lane, len(arms))
+        found += [name for name in names if deciding(times[name]) <= (1 + NEAR) * deciding(times[names[0]])]
     return found
 
 
@@ -126,17 +142,19 @@ def check_problems(settings: TuneSettings, group: Group, device: str) -> Problem
 
 def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: str) -> tuple[list[Arm], list[Failure]]:
     """The candidates whose bits are the reference's, and the others."""
-    problems = check_problems(settings, group, device)
     reference = arm_of(settings, group, group.lanes[0], REFERENCE)
-    accept_lens = torch.full((CHECK_BATCH,), max(1, group.draft_tokens - 1), dtype=torch.int32, device=device)
-    expected = two_rounds(problems, reference, accept_lens)
-    bits = BitsCheck(problems.layers[0], reference)
+    with gpu_shared(device):
+        problems = check_problems(settings, group, device)
+        accept_lens = torch.full((CHECK_BATCH,), max(1, group.draft_tokens - 1), dtype=torch.int32, device=device)
+        expected = two_rounds(problems, reference, accept_lens)
+        bits = BitsCheck(problems.layers[0], reference)
     good, failures = [], []
     for lane in group.lanes:
         for config in compiled.configs[lane]:
             arm = arm_of(settings, group, lane, config)
             try:
-                check(problems, bits, expected, arm, accept_lens)
+                with gpu_shared(device):
+                    check(problems, bits, expected, arm, accept_lens)
             except Exception as error:
                 ensure_alive(device, arm, error)
                 failures.append(Failure(group, lane, config, in_a_line(error)))
@@ -177,151 +195,9 @@ def two_rounds(problems: Problems, arm: Arm, accept_lens: torch.Tensor) -> dict[
     return found
 
 
-def time_arms(
-    settings: TuneSettings,
-    group: Group,
-    batch: int,
-    arms: Sequence[Arm],
-    l2_bytes: int,
-    seed: int,
-    passes: int,
-    device: str = "cuda",
-    peers: Sequence[Peer] = (),
-    on_failure: Callable[[Arm, Exception], None] | None = None,
-) -> Times:
-    """Median times of ``arms`` and of ``peers``' arms, interleaved in one run on inputs of ``seed``, L2-cold.
-
-    Args:
-        on_failure: called with an arm that does not write what `REFERENCE` writes on these inputs, or cannot run; the
-            others are timed without it. None: bits are not compared, and what fails is raised.
-
-    Raises:
-        ContextLostError: an arm's failure left the GPU unusable.
-    """
-    sweep = settings.sweep_settings(group, seed)
-    layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
-    plain = group.option == OPTIONS[0]
-    kinds = ("verify",) if plain else ("verify", "round")
-    calls: dict[str, dict[str, list[Callable[[], object]]]] = {}
-    graphs: dict[str, Replayable] = {}
-
-    with gpu_turn(device):
-        problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
-        unlike = one_of_each_alignment(problems)
-        written = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
-        accept = sweep.accept_for(group.draft_tokens)
-        accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
-
-        def bits(arm: Arm) -> None:
-            check_written(problems, written, arm)
-
-        def first_run(arm: Arm) -> None:
-            own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
-            for these in own.values():
-                run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
-            if device == "cuda":
-                torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
-            calls[arm.name] = own
-
-        def graph(arm: Arm) -> None:
-            with verifies_unchecked():  # `first_run` has had one of each kind checked
-                graphs.update({name: record(these) for name, these in calls[arm.name].items()})
-
-        arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
-        if on_failure is not None:
-            arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
-            _free(device)
-        arms = [arm for arm in arms if _succeeds(first_run, arm, device, on_failure)]
-    arms = [arm for arm in arms if _succeeds(graph, arm, device, on_failure)]
-    with gpu_turn(device):
-        timed: dict[str, Timing] = {}
-        # Kinds apart: a round right after verifies of what its first one would fold has less to do.
-        for kind in reversed(kinds):
-            of_kind = {name: graphs[name] for name in (f"{arm.name}|{kind}" for arm in arms)}
-            timed |= measure_interleaved(of_kind, layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
-    found = {}
-    for arm in arms:
-        us = [timed[f"{arm.name}|{kind}"].median_us for kind in kinds]
-        found[arm.name] = (us[0], us[1] if len(us) > 1 else None)
-    graphs.clear()
-    _free(device)
-    return found
-
-
-def one_of_each_alignment(problems: Problems) -> list[int]:
-    """Layers, one for every way in which their tensors are aligned: by that Triton compiles."""
-    ways = [alignment_of([t.data_ptr() for t in _tensors(problem)]) for problem in problems.layers]
-    return [index for index, way in enumerate(ways) if way not in ways[:index]]
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Those of a dataclass, and of the dataclasses in it."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif is_dataclass(value):
-        for part in vars(value).values():
-            yield from _tensors(part)
-
-
-def check_written(problems: Problems, written: BitsCheck, arm: Arm) -> None:
-    """Raise `BitsDifferError` unless ``arm`` writes what `REFERENCE` writes on the first layer, outputs and records."""
-    written.run(arm)
-    if arm.fold_on_verify:
-        problems.folding.reset()
-
-
-def _succeeds(
-    do: Callable[[Arm], None], arm: Arm, device: str, on_failure: Callable[[Arm, Exception], None] | None
-) -> bool:
-    """Whether ``do(arm)`` does; a failure goes to ``on_failure``, or is raised where there is none."""
-    try:
-        do(arm)
-    except Exception as error:
-        ensure_alive(device, arm, error)
-        if on_failure is None:
-            raise
-        _free(device)
-        on_failure(arm, error)
-        return False
-    return True
-
-
-def _free(device: str) -> None:
-    """Give back memory that is only kept for reuse: a graph cannot take it, its memory is its own."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def ensure_alive(device: str, arm: Arm, failed: Exception) -> None:
-    """Raise `ContextLostError` if the GPU takes no more work of this process since ``arm`` has ``failed``."""
-    if device != "cuda":
-        return
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        raise ContextLostError(
-            f"{arm.name} left the GPU unusable for this process ({in_a_line(failed)}). What was measured before is in "
-            "the table: --resume in a new process goes on from there"
-        ) from failed
-
-
-def deciding(times: tuple[float, float | None]) -> float:
-    """The figure that counts: the round's where there is one."""
-    return times[0] if times[1] is None else times[1]
-
-
 def _fastest(times: Times, arms: Sequence[Arm], lane: str, count: int) -> list[str]:
     of_lane = [arm.name for arm in arms if arm.lane == lane and arm.name in times]
     return sorted(of_lane, key=lambda name: deciding(times[name]))[:count]
-
-
-def _shortlist(best: Mapping[int, list[str]], batch: int) -> list[str]:
-    """What to time at ``batch``: its own best, or those of the surveyed sizes around it."""
-    if batch in best:
-        return best[batch]
-    below = max(size for size in best if size < batch)
-    above = min(size for size in best if size > batch)
-    return list(dict.fromkeys(best[below] + best[above]))
 
 
 def _figures(

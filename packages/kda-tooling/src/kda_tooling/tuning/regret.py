@@ -20,9 +20,9 @@ from kda_tooling.bench.settings import DTYPES
 from kda_tooling.bench.sweep import build_arms, build_problems
 from kda_tooling.bench.warmup import compile_all, compile_jobs
 from kda_tooling.peers import load_peer
+from kda_tooling.tuning.capturing import deciding, time_arms
 from kda_tooling.tuning.compiling import Compiling, Job, arm_of, compile_target
 from kda_tooling.tuning.loading import load_kernels
-from kda_tooling.tuning.measure import deciding, time_arms
 from kda_tooling.tuning.run import count_of, table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_turn, measured_in_processes

@@ -25,7 +25,7 @@ from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_turn, measured_in_processes, process_count
 
 TIMING = (
-    f"CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of {FINAL_PASSES} of 1 ms; "
+    f"CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of {FINAL_PASSES} of 0.5 ms; "
     "inputs and graphs of each pass are its own"
 )
 
@@ -156,7 +156,7 @@ def run_tune(
     Raises:
         ValueError: see `start_table` and `kda_tooling.bench.sweep.check_memory`.
         OSError: the file cannot be written.
-        RuntimeError: the GPU is unusable (`kda_tooling.tuning.measure.ContextLostError`), or compilers or measuring
+        RuntimeError: the GPU is unusable (`kda_tooling.tuning.capturing.ContextLostError`), or compilers or measuring
             processes die. What was measured before is in the file.
     """
     began = time.monotonic()

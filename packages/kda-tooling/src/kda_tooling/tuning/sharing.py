@@ -2,7 +2,7 @@
 
 Most of a cell's time is the host's: capturing the calls of some hundred layers. Kernels run for a few seconds of
 a minute. So groups are measured in processes of their own that take turns on the device, and so do the
-processes of other runs.
+processes of other runs: one that times is alone there, those that make inputs or compare bits are there together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,22 +48,32 @@ def turn_file() -> Path:
 
 
 @contextmanager
-def turn(file: Path) -> Iterator[None]:
-    """Only one process at a time is in here with the same ``file``; one that dies in here leaves it."""
+def turn(file: Path, alone: bool = True) -> Iterator[None]:
+    """Only one process at a time is in here with the same ``file``, or several that are not ``alone`` and no other.
+
+    A process that dies in here leaves it. Whoever wants to be ``alone`` keeps those behind from entering before it.
+    """
     with file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with file.with_suffix(".door").open("a") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
 @contextmanager
-def gpu_turn(device: str) -> Iterator[None]:
-    """No other process that takes turns has kernels on the GPU in here, this one none after it, unless it raises."""
+def gpu_turn(device: str, alone: bool = True) -> Iterator[None]:
+    """`turn` on the current GPU: what this process runs there ends in here, unless something raises."""
     if device != "cuda":
         yield
         return
-    with turn(turn_file()):
+    with turn(turn_file(), alone):
         yield
         torch.cuda.synchronize()
+
+
+def gpu_shared(device: str) -> AbstractContextManager[None]:
+    """Several may have kernels on the GPU in here, but nobody times: for inputs, checks and first runs."""
+    return gpu_turn(device, alone=False)
 
 
 def process_count(asked: int | None, groups: int, needed: int, free_bytes: int) -> int:

@@ -1,0 +1,208 @@
+"""Arms of one cell, checked, run once and captured, ready to be timed: what `kda tune` and `kda gate regret` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+
+import torch
+
+from kda_backend.gate.cells import OPTIONS
+from kda_kernels._replay import alignment_of
+from kda_kernels.checking import verifies_unchecked
+from kda_tooling.bench.arms import Arm, peer_arms
+from kda_tooling.bench.bits import BitsCheck
+from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
+from kda_tooling.bench.timing import Replayable, Timing, measure_interleaved, record, run_once
+from kda_tooling.peers import Peer
+from kda_tooling.problem import Problems
+from kda_tooling.tuning.compiling import REFERENCE, arm_of, in_a_line
+from kda_tooling.tuning.settings import Group, TuneSettings
+from kda_tooling.tuning.sharing import gpu_shared, gpu_turn
+
+SECONDS_PER_PASS = 5e-4
+"""Time of an arm in a pass; the median of five of them is steady to tenths of a per cent."""
+
+Times = dict[str, tuple[float, float | None]]
+"""Arm name -> microseconds per layer of a verify, and of a round where rounds decide."""
+
+OnFailure = Callable[[Arm, Exception], None]
+
+
+class ContextLostError(RuntimeError):
+    """A failure on the GPU after which this process gets no more work done there."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Arms whose calls of every layer are captured.
+
+    Args:
+        arms: those that could be, the peers' after ours.
+        graphs: "arm name|kind" -> graph of one call per layer.
+        kinds: "verify", and "round" where rounds decide.
+        layers: of the rotation.
+        device: where.
+    """
+
+    arms: list[Arm]
+    graphs: dict[str, Replayable]
+    kinds: tuple[str, ...]
+    layers: int
+    device: str
+
+    def times(self, names: Sequence[str], passes: int) -> Times:
+        """Median times of the arms of these ``names``, interleaved, L2-cold; nobody else has kernels on the GPU."""
+        timed: dict[str, Timing] = {}
+        with gpu_turn(self.device):
+            # Kinds apart: a round right after verifies of what its first one would fold has less to do.
+            for kind in reversed(self.kinds):
+                of_kind = {name: self.graphs[name] for name in (f"{arm}|{kind}" for arm in names)}
+                timed |= measure_interleaved(of_kind, self.layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
+        found = {}
+        for name in names:
+            us = [timed[f"{name}|{kind}"].median_us for kind in self.kinds]
+            found[name] = (us[0], us[1] if len(us) > 1 else None)
+        return found
+
+
+@contextmanager
+def captured_arms(
+    settings: TuneSettings,
+    group: Group,
+    batch: int,
+    arms: Sequence[Arm],
+    l2_bytes: int,
+    seed: int,
+    device: str = "cuda",
+    peers: Sequence[Peer] = (),
+    on_failure: OnFailure | None = None,
+) -> Iterator[Captured]:
+    """``arms`` and those of ``peers`` on inputs of ``seed``, captured; graphs and inputs end with it.
+
+    Args:
+        on_failure: called with an arm that does not write what `REFERENCE` writes on these inputs, or cannot run; the
+            others are captured without it. None: bits are not compared, and what fails is raised.
+
+    Raises:
+        ContextLostError: an arm's failure left the GPU unusable.
+    """
+    sweep = settings.sweep_settings(group, seed)
+    layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
+    plain = group.option == OPTIONS[0]
+    kinds = ("verify",) if plain else ("verify", "round")
+    calls: dict[str, dict[str, list[Callable[[], object]]]] = {}
+    graphs: dict[str, Replayable] = {}
+
+    with gpu_shared(device):
+        problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
+        accept_lens = torch.full((batch,), sweep.accept_for(group.draft_tokens), dtype=torch.int32, device=device)
+    unlike = one_of_each_alignment(problems)
+    written = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
+
+    def bits(arm: Arm) -> None:
+        with gpu_shared(device):
+            check_written(problems, written, arm)
+
+    def first_run(arm: Arm) -> None:
+        own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
+        with gpu_shared(device):
+            for these in own.values():
+                run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
+            if device == "cuda":
+                torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
+        calls[arm.name] = own
+
+    def graph(arm: Arm) -> None:
+        with verifies_unchecked():  # `first_run` has had one of each kind checked
+            graphs.update({name: record(these) for name, these in calls[arm.name].items()})
+
+    arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
+    if on_failure is not None:
+        arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
+        _free(device)
+    for step in (first_run, graph):
+        arms = [arm for arm in arms if _succeeds(step, arm, device, on_failure)]
+    try:
+        yield Captured(arms, graphs, kinds, layers, device)
+    finally:
+        graphs.clear()
+        _free(device)
+
+
+def time_arms(
+    settings: TuneSettings,
+    group: Group,
+    batch: int,
+    arms: Sequence[Arm],
+    l2_bytes: int,
+    seed: int,
+    passes: int,
+    device: str = "cuda",
+    peers: Sequence[Peer] = (),
+    on_failure: OnFailure | None = None,
+) -> Times:
+    """`captured_arms`, all of them timed: `Captured.times`."""
+    with captured_arms(settings, group, batch, arms, l2_bytes, seed, device, peers, on_failure) as captured:
+        return captured.times([arm.name for arm in captured.arms], passes)
+
+
+def one_of_each_alignment(problems: Problems) -> list[int]:
+    """Layers, one for every way in which their tensors are aligned: by that Triton compiles."""
+    ways = [alignment_of([t.data_ptr() for t in _tensors(problem)]) for problem in problems.layers]
+    return [index for index, way in enumerate(ways) if way not in ways[:index]]
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Those of a dataclass, and of the dataclasses in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for part in vars(value).values():
+            yield from _tensors(part)
+
+
+def check_written(problems: Problems, written: BitsCheck, arm: Arm) -> None:
+    """Raise `BitsDifferError` unless ``arm`` writes what `REFERENCE` writes on the first layer, outputs and records."""
+    written.run(arm)
+    if arm.fold_on_verify:
+        problems.folding.reset()
+
+
+def _succeeds(do: Callable[[Arm], None], arm: Arm, device: str, on_failure: OnFailure | None) -> bool:
+    """Whether ``do(arm)`` does; a failure goes to ``on_failure``, or is raised where there is none."""
+    try:
+        do(arm)
+    except Exception as error:
+        ensure_alive(device, arm, error)
+        if on_failure is None:
+            raise
+        _free(device)
+        on_failure(arm, error)
+        return False
+    return True
+
+
+def _free(device: str) -> None:
+    """Give back memory that is only kept for reuse: a graph cannot take it, its memory is its own."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def ensure_alive(device: str, arm: Arm, failed: Exception) -> None:
+    """Raise `ContextLostError` if the GPU takes no more work of this process since ``arm`` has ``failed``."""
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        raise ContextLostError(
+            f"{arm.name} left the GPU unusable for this process ({in_a_line(failed)}). What was measured before is in "
+            "the table: --resume in a new process goes on from there"
+        ) from failed
+
+
+def deciding(times: tuple[float, float | None]) -> float:
+    """The figure that counts: the round's where there is one."""
+    return times[0] if times[1] is None else times[1]
