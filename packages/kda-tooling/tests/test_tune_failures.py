@@ -259,9 +259,10 @@ def test_on_a_gpu_what_fails_is_left_out_and_the_rest_is_timed() -> None:
 
     arms = [dataclasses.replace(stops, verify=stop), dataclasses.replace(differs, verify=last_place), good]
     errors: dict[str, str] = {}
-    times = capturing.time_arms(
-        ONE_HEAD, group, 5, arms, 1 << 20, 0, 1, on_failure=lambda arm, error: errors.update({arm.name: str(error)})
-    )
+    with capturing.captured_arms(
+        ONE_HEAD, group, 5, arms, 1 << 20, 0, on_failure=lambda arm, error: errors.update({arm.name: str(error)})
+    ) as captured:
+        times = captured.times(captured.checked([arm.name for arm in captured.arms]), 1)
     assert set(times) == {good.name}
     assert times[good.name][0] > 0
     assert set(errors) == {stops.name, differs.name}

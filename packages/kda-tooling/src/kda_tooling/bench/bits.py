@@ -27,6 +27,13 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
+def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """In how many values; all of them where shapes differ."""
+    if one.shape != other.shape:
+        return torch.full((), one.numel(), device=one.device)
+    return (_bits(one) != _bits(other)).sum()
+
+
 def _written(problem: VerifyProblem, arm: Arm) -> dict[str, torch.Tensor]:
     record = problem.folding.banks if arm.fold_on_verify else problem.record(arm.mode)
     tensors = {} if arm.compact_window else {"conv_window": problem.state.windows}
@@ -44,14 +51,15 @@ class _Expected:
     def __init__(self) -> None:
         self._first: dict[str, tuple[str, torch.Tensor]] = {}
 
-    def equal(self, arm: Arm, name: str, tensor: torch.Tensor) -> None:
-        """Same bits as the first arm's, or `BitsDifferError`."""
-        owner, first = self._first.setdefault(name, (arm.name, tensor.clone()))
-        if not torch.equal(_bits(tensor), _bits(first)):
-            count = int((_bits(tensor) != _bits(first)).sum())
-            raise BitsDifferError(
-                f"{arm.name}: {name} differs from that of {owner} in {count} of {tensor.numel()} values"
-            )
+    def equal(self, arm: Arm, **tensors: torch.Tensor) -> None:
+        """Same bits as the first arm's, or `BitsDifferError`; the device is waited for once."""
+        first = {name: self._first.setdefault(name, (arm.name, t.clone())) for name, t in tensors.items()}
+        counts = [_unlike(t, first[name][1]) for name, t in tensors.items()]
+        for (name, t), count in zip(tensors.items(), torch.stack(counts).tolist(), strict=True):
+            if count:
+                raise BitsDifferError(
+                    f"{arm.name}: {name} differs from that of {first[name][0]} in {count} of {t.numel()} values"
+                )
 
     def close(self, arm: Arm, name: str, tensor: torch.Tensor, tolerance: float) -> None:
         """Within a relative distance in norm of the first arm's, or `BitsDifferError`."""
@@ -108,10 +116,9 @@ class BitsCheck:
         if arm.compact_window and not (problem.state.windows == POISON).all():
             raise BitsDifferError(f"{arm.name}: conv_window was written, which it must not be")
         problem.state.conv_state.copy_(conv_state)
-        for name, tensor in tensors.items():
-            expected.equal(arm, name, tensor)
         if arm.owner == OURS:
-            expected.equal(arm, "output" if arm.form == RECURRENT else f"{arm.form} output", out)
+            tensors["output" if arm.form == RECURRENT else f"{arm.form} output"] = out
+        expected.equal(arm, **tensors)
         if arm.owner != OURS or arm.form != RECURRENT:
             expected.close(arm, "output", out, OUTPUT_TOLERANCE)
 
@@ -148,9 +155,9 @@ def check_commits(problems: Problems, arms: list[Arm], accept_lens: torch.Tensor
         arm.commit(problems, accept_lens)
         if arm.fold_on_verify:
             problems.flush()
-        expected.equal(arm, "conv_state", state.conv_state)
+        expected.equal(arm, conv_state=state.conv_state)
         if arm.owner == OURS:
-            expected.equal(arm, "ssm_state", state.ssm_state)
+            expected.equal(arm, ssm_state=state.ssm_state)
         else:
             expected.close(arm, "ssm_state", state.ssm_state, STATE_TOLERANCE)
         state.conv_state.copy_(before[0])

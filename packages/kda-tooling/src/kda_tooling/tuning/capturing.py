@@ -34,7 +34,7 @@ class ContextLostError(RuntimeError):
     """A failure on the GPU after which this process gets no more work done there."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Captured:
     """Arms whose calls of every layer are captured.
 
@@ -42,29 +42,44 @@ class Captured:
         arms: those that could be, the peers' after ours.
         graphs: "arm name|kind" -> graph of one call per layer.
         kinds: "verify", and "round" where rounds decide.
-        layers: of the rotation.
+        problems: what they run on.
+        bits: compares with what `REFERENCE` writes there.
         device: where.
+        on_failure: see `captured_arms`.
     """
 
     arms: list[Arm]
     graphs: dict[str, Replayable]
     kinds: tuple[str, ...]
-    layers: int
+    problems: Problems
+    bits: BitsCheck
     device: str
+    on_failure: OnFailure | None
 
     def times(self, names: Sequence[str], passes: int) -> Times:
         """Median times of the arms of these ``names``, interleaved, L2-cold; nobody else has kernels on the GPU."""
         timed: dict[str, Timing] = {}
+        layers = len(self.problems.layers)
         with gpu_turn(self.device):
             # Kinds apart: a round right after verifies of what its first one would fold has less to do.
             for kind in reversed(self.kinds):
                 of_kind = {name: self.graphs[name] for name in (f"{arm}|{kind}" for arm in names)}
-                timed |= measure_interleaved(of_kind, self.layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
+                timed |= measure_interleaved(of_kind, layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
         found = {}
         for name in names:
             us = [timed[f"{name}|{kind}"].median_us for kind in self.kinds]
             found[name] = (us[0], us[1] if len(us) > 1 else None)
         return found
+
+    def checked(self, names: Sequence[str]) -> list[str]:
+        """Those of ``names`` whose arms write what `REFERENCE` writes here; the others go to ``on_failure``."""
+
+        def check(arm: Arm) -> None:
+            check_written(self.problems, self.bits, arm)
+
+        with gpu_shared(self.device):
+            arms = [arm for arm in self.arms if arm.name in names]
+            return [arm.name for arm in arms if _succeeds(check, arm, self.device, self.on_failure)]
 
 
 @contextmanager
@@ -82,8 +97,7 @@ def captured_arms(
     """``arms`` and those of ``peers`` on inputs of ``seed``, captured; graphs and inputs end with it.
 
     Args:
-        on_failure: called with an arm that does not write what `REFERENCE` writes on these inputs, or cannot run; the
-            others are captured without it. None: bits are not compared, and what fails is raised.
+        on_failure: called with an arm that cannot run; the others are captured without it. None: it is raised.
 
     Raises:
         ContextLostError: an arm's failure left the GPU unusable.
@@ -95,37 +109,29 @@ def captured_arms(
     calls: dict[str, dict[str, list[Callable[[], object]]]] = {}
     graphs: dict[str, Replayable] = {}
 
-    with gpu_shared(device):
-        problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
-        accept_lens = torch.full((batch,), sweep.accept_for(group.draft_tokens), dtype=torch.int32, device=device)
-    unlike = one_of_each_alignment(problems)
-    written = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
-
-    def bits(arm: Arm) -> None:
-        with gpu_shared(device):
-            check_written(problems, written, arm)
-
     def first_run(arm: Arm) -> None:
         own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
-        with gpu_shared(device):
-            for these in own.values():
-                run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
-            if device == "cuda":
-                torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
+        for these in own.values():
+            run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
+        if device == "cuda":
+            torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
         calls[arm.name] = own
 
     def graph(arm: Arm) -> None:
         with verifies_unchecked():  # `first_run` has had one of each kind checked
             graphs.update({name: record(these) for name, these in calls[arm.name].items()})
 
-    arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
-    if on_failure is not None:
-        arms = [arm for arm in arms if _succeeds(bits, arm, device, on_failure)]
-        _free(device)
-    for step in (first_run, graph):
-        arms = [arm for arm in arms if _succeeds(step, arm, device, on_failure)]
+    with gpu_shared(device):
+        problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
+        accept = sweep.accept_for(group.draft_tokens)
+        accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
+        unlike = one_of_each_alignment(problems)
+        bits = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
+        arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
+        arms = [arm for arm in arms if _succeeds(first_run, arm, device, on_failure)]
+    arms = [arm for arm in arms if _succeeds(graph, arm, device, on_failure)]
     try:
-        yield Captured(arms, graphs, kinds, layers, device)
+        yield Captured(arms, graphs, kinds, problems, bits, device, on_failure)
     finally:
         graphs.clear()
         _free(device)
@@ -141,10 +147,9 @@ def time_arms(
     passes: int,
     device: str = "cuda",
     peers: Sequence[Peer] = (),
-    on_failure: OnFailure | None = None,
 ) -> Times:
-    """`captured_arms`, all of them timed: `Captured.times`."""
-    with captured_arms(settings, group, batch, arms, l2_bytes, seed, device, peers, on_failure) as captured:
+    """`captured_arms`, all of them timed; bits are not compared, and what fails is raised."""
+    with captured_arms(settings, group, batch, arms, l2_bytes, seed, device, peers) as captured:
         return captured.times([arm.name for arm in captured.arms], passes)
 
 

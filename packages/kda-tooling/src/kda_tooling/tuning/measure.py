@@ -55,8 +55,8 @@ def measure_group(
     """Check every candidate's bits, survey them, and time the best of each lane in independent passes.
 
     A pass has inputs of a seed of its own and graphs of its own, all batch sizes before the next pass begins. The first
-    pass's graphs are the survey's; what the survey timed only chooses what the pass times. A candidate that fails at a
-    B is out there, one whose bits differ is out everywhere.
+    pass's graphs are the survey's; what the survey timed only chooses what the pass times, whose bits are compared
+    again there. A candidate that fails at a B is out there, one whose bits differ is out everywhere.
 
     Raises:
         ContextLostError: a candidate's failure left the GPU unusable.
@@ -85,7 +85,7 @@ def measure_group(
             if surveyed is not None:
                 surveyed[batch] = captured.times(names, SURVEY_PASSES)
                 names = [n for lane in group.lanes for n in _fastest(surveyed[batch], arms, lane, settings.finalists)]
-            return captured.times(names, FINAL_PASSES)
+            return captured.times(captured.checked(names), FINAL_PASSES)
 
     surveyed: dict[int, Times] = {}
     first = {
