@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import kda_kernels
-from kda_kernels import LaunchConfig, fold, scatter_conv, verify_fused, verify_unfused
+from kda_backend import StatePool
+from kda_kernels import KdaShape, LaunchConfig, fold, scatter_conv, verify_fused, verify_unfused
 from kda_kernels.defaults import FEW_HEADS, MANY_HEADS_STATE_FIRST, PORTABLE
 from tests.support.cases import Case, make_problem
 from tests.support.commits import fold_problem, with_layers
 from tests.support.grids import config_id
+from tests.test_gate_pool import layer_params
 
 NO_INTERPRETER = """
 import torch
@@ -134,3 +136,27 @@ def test_D3_one_variant_for_every_batch_size(mode: str, config: LaunchConfig, de
             )  # fmt: skip
         variants.append(compiled_variants())
     assert variants == [variants[0]] * len(variants), f"variants after each batch size: {variants}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [PORTABLE, FEW_HEADS], ids=config_id)
+def test_D3_one_variant_for_every_layer_of_few_heads(config: LaunchConfig, device: str) -> None:
+    """Two heads, three tokens and an odd number of slots: in b and beta, layers begin at multiples of 8 bytes."""
+    shape, layers, T = KdaShape(2, 2, 64, 64), 4, 3
+    pool = StatePool(shape, num_layers=layers, num_slots=3, max_batch=2, draft_tokens=T, mode="ring", device=device)
+    params = layer_params(shape, device, -5.0, torch.bfloat16)
+    tokens = 2 * T
+    x = torch.randn(layers, tokens, shape.conv_dim, device=device, dtype=torch.bfloat16)
+    a = torch.randn(layers, tokens, 2 * 64, device=device, dtype=torch.bfloat16)
+    b = torch.randn(layers, tokens, 2, device=device, dtype=torch.bfloat16)
+    assert pool.ring is not None
+    assert {pool.ring.layer(i).beta.data_ptr() % 16 for i in range(layers)} == {0, 8}
+    assert {layer.data_ptr() % 16 for layer in b} == {0, 8}
+    for lane in ("fused+ring", "unfused+ring"):
+        variants = []
+        pool.begin(torch.tensor([2, 0], device=device), T)
+        for layer in range(layers):
+            pool.verify(layer, x[layer], a[layer], b[layer], params, lane=lane, config=config)
+            variants.append(compiled_variants())
+        pool.abandon()
+        assert variants == [variants[0]] * layers, f"variants after each layer, {lane}: {variants}"

@@ -48,6 +48,7 @@ class CompiledVariant:
         options: launch options (num_warps, launch_pdl, ...).
         grid: programs of the launch.
         shared: bytes of shared memory that the launch asks for.
+        hash: of source, specialisation of arguments, constants, options and compiler: Triton compiles once for each.
         asm: stage -> text or binary, as Triton names them (ttir, ttgir, llir, ptx, cubin; amdgcn, hsaco).
     """
 
@@ -58,6 +59,7 @@ class CompiledVariant:
     options: dict[str, Any]
     grid: tuple[int, ...]
     shared: int
+    hash: str
     asm: dict[str, Any]
 
 
@@ -130,6 +132,7 @@ def capture(target: str) -> Iterator[list[CompiledVariant]]:
                 options={name: value for name, value in options.items() if name not in kernel.arg_names},
                 grid=tuple(grid),
                 shared=int(code.metadata.shared),
+                hash=str(code.hash),
                 asm=dict(code.asm),
             )
         )

@@ -43,7 +43,9 @@ from kda_kernels._triton.pending import load_pending, records_to_fold, store_fol
 
 @gluon.jit(
     do_not_specialize=["num_slots", "num_rows"],
-    do_not_specialize_on_alignment=["slots", "rows", "errors", "parity", "pending", "epoch", "kept_inputs"],
+    do_not_specialize_on_alignment=[
+        "slots", "rows", "errors", "parity", "pending", "epoch", "kept_inputs", "b", "A_log", "ring_beta", "folded",
+    ],
 )
 def verify_gluon_kernel(
     x, x_stride,  # [B*T, D]: mixed_qkv (fused) or the conv kernel's output

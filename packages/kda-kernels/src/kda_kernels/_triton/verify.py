@@ -84,7 +84,8 @@ def store_window(window, x1, x2, x3, channels, mask, D: tl.constexpr):
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows", "batch", "num_tokens"],
     do_not_specialize_on_alignment=[
-        "slots", "rows", "errors", "starts", "parents", "parity", "pending", "epoch", "kept_inputs"
+        "slots", "rows", "errors", "starts", "parents", "parity", "pending", "epoch", "kept_inputs",
+        "b", "A_log", "ring_beta", "folded",
     ],
 )
 def verify_kernel(
