@@ -30,7 +30,7 @@ from kda_tooling.bench.sweep import (
     run_sweep,
 )  # fmt: skip
 from kda_tooling.bench.timing import Replayable, measure_interleaved
-from kda_tooling.problem import Problems, VerifyProblem
+from kda_tooling.problem import Problems, VerifyProblem, random_problems
 
 TINY = KdaShape(1, 1, 64, 64)
 H200_L2 = 60 << 20
@@ -361,3 +361,22 @@ def test_arms_of_peers_follow_ours() -> None:
     assert [(arm.name, arm.owner, arm.lane, arm.mode) for arm in arms] == [
         ("kda fused+ring", "kda", "fused+ring", "ring"), ("other fused+ring bv4", "other", "fused+ring", "ring"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_every_layer_of_a_problem_is_aligned_as_if_allocated_alone(batch: int) -> None:
+    """Two heads of three tokens: packed, every other layer's b, rates and ring would begin 8 bytes off."""
+    problems = random_problems(
+        KdaShape(2, 2, 64, 64), layers=3, batch=batch, draft_tokens=3, dtype=torch.bfloat16, device="cpu",
+        snapshots=True, fold_on_verify=True,
+    )  # fmt: skip
+    for layer in problems.layers:
+        groups = [layer, layer.params, layer.state, layer.ring, layer.snapshots, layer.folding.banks]
+        tensors = {
+            (type(group).__name__, name): tensor
+            for group in groups
+            for name, tensor in vars(group).items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        assert len(tensors) > 15
+        assert {name: tensor.data_ptr() % 16 for name, tensor in tensors.items()} == dict.fromkeys(tensors, 0)

@@ -21,7 +21,6 @@ from kda_backend.gate import LaneFigures, TableError, load_table
 from kda_backend.gate.table import MOST_PROVENANCE
 from kda_kernels import KdaShape, LaunchConfig, _launch
 from kda_tooling.bench.arms import Arm, config_name
-from kda_tooling.bench.sweep import build_problems
 from kda_tooling.tuning import capturing, compiling, measure, run
 from kda_tooling.tuning.candidates import Figures, candidates, capped, fits_heads, ruled_out
 from kda_tooling.tuning.settings import TuneSettings
@@ -295,16 +294,6 @@ def test_figures_are_those_of_the_kernels_that_are_launched(monkeypatch: pytest.
     with contextlib.suppress(StopIteration):
         compiling._figures_of_launches(lambda: _launch.LAUNCHER())
     assert _launch.LAUNCHER is ordinary
-
-
-def test_layers_are_told_apart_by_the_alignment_of_their_tensors() -> None:
-    (group,) = SMALL.groups()
-    # Three requests of two tokens and two heads: a layer's b begins 24 bytes after that of the one before.
-    problems = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 3, 5, "cpu")
-    assert [problem.b.data_ptr() % 16 for problem in problems.layers] == [0, 8, 0, 8, 0]
-    assert capturing.one_of_each_alignment(problems) == [0, 1]
-    alike = build_problems(SMALL.sweep_settings(group), group.draft_tokens, 2, 5, "cpu")
-    assert capturing.one_of_each_alignment(alike) == [0]
 
 
 def test_kernels_run_in_a_turn_and_captures_do_not(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

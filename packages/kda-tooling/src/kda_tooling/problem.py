@@ -162,6 +162,11 @@ def random_params(
     ]  # fmt: skip
 
 
+def slot_count(batch: int) -> int:
+    """Slots of a problem's state: one more than the batch, rounded up to 4 so that every layer's ring is aligned."""
+    return -(-(batch + 1) // 4) * 4
+
+
 def random_problems(
     shape: KdaShape,
     *,
@@ -181,12 +186,13 @@ def random_problems(
 ) -> Problems:
     """Problems of ``layers`` layers with random inputs.
 
-    Slots are a random permutation of ``batch`` out of ``batch + 1``, int32 (the engines' index type). Random normal
-    inputs: never time on zeros, they hide faults and can run faster.
+    Slots are a random permutation of ``batch`` out of `slot_count`, int32 (the engines' index type). Random normal
+    inputs: never time on zeros, they hide faults and can run faster. Each layer's tensors begin at multiples of 16
+    bytes, as if allocated alone: for others Triton compiles kernels, a peer's say, once more.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     tokens, hv, k = batch * draft_tokens, shape.num_v_heads, shape.head_k_dim
-    slots_total = batch + 1
+    slots_total = slot_count(batch)
     state = LayerState.allocate(
         shape, slots=slots_total, rows=batch, steps=draft_tokens, dtype=dtype, device=device, num_layers=layers
     )
@@ -216,7 +222,8 @@ def random_problems(
         compact = LayerState(state.conv_state, state.ssm_state, None, kept)
     x = torch.empty(layers, tokens, shape.conv_dim, dtype=dtype, device=device).normal_(generator=generator)
     a = torch.empty(layers, tokens, hv * k, dtype=dtype, device=device).normal_(generator=generator)
-    b = torch.empty(layers, tokens, hv, dtype=dtype, device=device).normal_(generator=generator)
+    b = torch.empty(layers, -(-tokens * hv // 8) * 8, dtype=dtype, device=device).normal_(generator=generator)
+    b = b[:, : tokens * hv].unflatten(1, (tokens, hv))
     permutation = torch.randperm(slots_total, generator=generator, device=device)
     slots = permutation[:batch].to(torch.int32)
     errors = new_error_counts(device)

@@ -20,7 +20,7 @@ from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import DEFAULT_FORMS, SweepSettings
 from kda_tooling.bench.timing import Timing, capture, measure_interleaved
 from kda_tooling.peers import Peer, load_peer
-from kda_tooling.problem import Problems, VerifyProblem, random_problems
+from kda_tooling.problem import Problems, VerifyProblem, random_problems, slot_count
 
 COLD_FACTOR = 3
 """A rotation is cold when its state and inputs exceed this many times the L2."""
@@ -96,7 +96,7 @@ def cell_bytes(settings: SweepSettings, draft_tokens: int, batch: int, layers: i
     """
     shape, dtype = settings.shape, settings.torch_dtype
     modes = _modes(settings)
-    tokens, slots = batch * draft_tokens, batch + 1
+    tokens, slots = batch * draft_tokens, slot_count(batch)
     workspace = tokens * shape.conv_dim * dtype.itemsize
     inputs = tokens * (shape.conv_dim + shape.num_v_heads * (shape.head_k_dim + 1)) * dtype.itemsize
     outputs = tokens * shape.num_v_heads * shape.head_v_dim * dtype.itemsize

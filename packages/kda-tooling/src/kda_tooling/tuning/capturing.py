@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 
 import torch
 
 from kda_backend.gate.cells import OPTIONS
-from kda_kernels._replay import alignment_of
 from kda_kernels.checking import verifies_unchecked
 from kda_tooling.bench.arms import Arm, peer_arms
 from kda_tooling.bench.bits import BitsCheck
@@ -104,15 +103,14 @@ def captured_arms(
     """
     sweep = settings.sweep_settings(group, seed)
     layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
-    plain = group.option == OPTIONS[0]
-    kinds = ("verify",) if plain else ("verify", "round")
+    kinds = ("verify",) if group.option == OPTIONS[0] else ("verify", "round")
     calls: dict[str, dict[str, list[Callable[[], object]]]] = {}
     graphs: dict[str, Replayable] = {}
 
     def first_run(arm: Arm) -> None:
         own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
         for these in own.values():
-            run_once([these[index] for index in unlike] if plain else these)  # rounds replay what others recorded
+            run_once([these[0], these[-1]])  # of a round, the first layer's verify and the commit
         if device == "cuda":
             torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
         calls[arm.name] = own
@@ -125,7 +123,6 @@ def captured_arms(
         problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
         accept = sweep.accept_for(group.draft_tokens)
         accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
-        unlike = one_of_each_alignment(problems)
         bits = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
         arms = [arm for arm in arms if _succeeds(first_run, arm, device, on_failure)]
@@ -151,21 +148,6 @@ def time_arms(
     """`captured_arms`, all of them timed; bits are not compared, and what fails is raised."""
     with captured_arms(settings, group, batch, arms, l2_bytes, seed, device, peers) as captured:
         return captured.times([arm.name for arm in captured.arms], passes)
-
-
-def one_of_each_alignment(problems: Problems) -> list[int]:
-    """Layers, one for every way in which their tensors are aligned: by that Triton compiles."""
-    ways = [alignment_of([t.data_ptr() for t in _tensors(problem)]) for problem in problems.layers]
-    return [index for index, way in enumerate(ways) if way not in ways[:index]]
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Those of a dataclass, and of the dataclasses in it."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif is_dataclass(value):
-        for part in vars(value).values():
-            yield from _tensors(part)
 
 
 def check_written(problems: Problems, written: BitsCheck, arm: Arm) -> None:
