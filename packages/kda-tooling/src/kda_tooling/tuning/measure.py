@@ -25,7 +25,7 @@ SURVEY_PASSES = 1
 FINAL_PASSES = 5
 NEAR = 0.3
 """What is slower than a lane's best by more than this share at both batch sizes around one is not surveyed there. Those
-that won between were within a fifth at one of them (docs/measured-facts.md)."""
+that won between were within 21 % at one of them (docs/measured-facts.md)."""
 
 SAME = 0.005
 """Two configurations are the same speed within this share: then the one of the batch size before is kept, so that
