@@ -24,7 +24,7 @@ SMALL = TuneSettings(
 CONFIGS = [LaunchConfig(16, 1), LaunchConfig(32, 1), LaunchConfig(64, 4)]
 SMALL_COMMAND = [*SMALL.command.split()[1:]]
 ONE_HEAD = dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64))
-REAL_CHECK, REAL_ROUNDS, REAL_WRITTEN = measure.check, measure.two_rounds, capturing.check_written
+REAL_CHECK, REAL_ROUNDS, REAL_BITS = measure.check, measure.two_rounds, capturing.BitsCheck
 
 
 class Clock:

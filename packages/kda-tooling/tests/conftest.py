@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., run.
     monkeypatch.setattr(compiling, "compile_reference", lambda *_: None)
     monkeypatch.setattr(measure, "check", lambda *_: None)
     monkeypatch.setattr(measure, "two_rounds", lambda *_: {})
-    monkeypatch.setattr(capturing, "check_written", lambda *_: None)
+    monkeypatch.setattr(capturing, "BitsCheck", lambda *_: SimpleNamespace(run=lambda arm: None))
     monkeypatch.setattr(capturing, "run_once", lambda calls: None)
     monkeypatch.setattr(capturing, "record", lambda calls: calls)
     monkeypatch.setattr(run, "measure_group", lambda *args, **rest: measure_group(*args, device="cpu", **rest))

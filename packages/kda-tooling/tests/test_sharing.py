@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -68,6 +69,9 @@ def place_of(item: Path, prepared: None) -> tuple[str, float, float]:
     """When this process was in there: "a" and "b" together with others, "c" alone; "c" comes while "a" is in there."""
     give_up = time.monotonic() + 60
     folder, name = item.parent, item.name
+    (folder / f"at work {os.getpid()}").touch()
+    while len(list(folder.glob("at work *"))) < 3 and time.monotonic() < give_up:
+        time.sleep(0.01)
     while name != "a" and not (folder / "entered").exists() and time.monotonic() < give_up:
         time.sleep(0.01)
     if name == "b":  # behind "c", which waits
@@ -198,6 +202,30 @@ def test_measuring_processes_end_with_a_parent_that_is_killed(tmp_path: Path) ->
     while any(map(alive, workers)) and time.monotonic() < give_up:
         time.sleep(0.05)
     assert not any(map(alive, workers))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_turn_on_the_gpu_waits_for_what_ran_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alone: bool
+) -> None:
+    file, waited = tmp_path / "the.turn", []
+    monkeypatch.setattr(sharing, "turn_file", lambda: file)
+
+    def may(how: int) -> bool:
+        with file.open("a+") as other:
+            try:
+                fcntl.flock(other, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: waited.append(may(fcntl.LOCK_EX)))
+    with sharing.gpu_turn("cuda") if alone else sharing.gpu_shared("cuda"):
+        assert may(fcntl.LOCK_SH) is not alone
+        assert not may(fcntl.LOCK_EX)
+        assert waited == []
+    assert waited == [False], "once, before the turn is given away"
+    assert may(fcntl.LOCK_EX)
 
 
 def test_nobody_else_can_lock_a_user_s_turn_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

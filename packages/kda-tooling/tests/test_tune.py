@@ -139,17 +139,41 @@ def test_a_group_is_measured_while_the_next_is_compiled(
 
 def test_rounds_are_timed_apart_from_verifies(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A verify would leave the next round's first verify nothing to fold."""
-    runs: list[set[str]] = []
+    runs: list[set[int]] = []
     own = Clock.__call__
 
     def clock(self: Clock, graphs: dict[str, Any], *given: Any, **more: Any) -> Any:
-        runs.append({name.rsplit("|", 1)[1] for name in graphs})
+        runs.append({len(calls) for calls in graphs.values()})
         return own(self, graphs, *given, **more)
 
     monkeypatch.setattr(Clock, "__call__", clock)
+    monkeypatch.setattr(capturing, "rotation_layers", lambda *_: (4, 0))
     table = tuned(usual, dataclasses.replace(SMALL, options=("fold-on-verify",), batch_sizes=(1,))).table
-    assert runs == [{"round"}, {"verify"}] * 3
+    assert runs == [{5}, {4}] * 3, "rounds have a commit more"
     assert all(cell.lanes["fused+ring"].round_us for cell in table.cells)
+
+
+def test_before_rounds_are_captured_every_layer_has_records_and_an_arm_has_run_its_first_verify_and_the_commit(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers are alike: their kernels are compiled and loaded by then."""
+    runs: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(capturing, "rotation_layers", lambda *_: (3, 0))
+    monkeypatch.setattr(capturing, "calls_of", lambda kind, arm, *_: [(arm.name, kind, at) for at in range(4)])
+    monkeypatch.setattr(capturing, "run_once", runs.append)
+    verified: list[str] = []
+    own = capturing.arm_of
+
+    def arm_of(*given: Any) -> Arm:
+        return dataclasses.replace(own(*given), verify=lambda problem: verified.append(len(runs)))
+
+    monkeypatch.setattr(capturing, "arm_of", arm_of)
+    tuned(usual, dataclasses.replace(SMALL, options=("fold-on-verify",), batch_sizes=(1,)))
+    assert len(runs) == 2 * (6 + 4)
+    assert {tuple((kind, at) for _, kind, at in run) for run in runs} == {
+        (("verify", 0), ("verify", 3)), (("round", 0), ("round", 3)),
+    }  # fmt: skip
+    assert verified == [0, 0, 0, 12, 12, 12]
 
 
 def test_what_bits_are_compared_with_is_compiled_once_for_each_group(
@@ -313,7 +337,7 @@ def test_kernels_run_in_a_turn_and_captures_do_not(tuned: Callable[..., Any], mo
         own = getattr(module, name)
 
         def call(*args: Any, **rest: Any) -> Any:
-            seen.append((name, inside[0]))
+            seen.append((f"{module.__name__}.{name}", inside[0]))
             return own(*args, **rest)
 
         monkeypatch.setattr(module, name, call)
@@ -322,13 +346,16 @@ def test_kernels_run_in_a_turn_and_captures_do_not(tuned: Callable[..., Any], mo
     for module in (capturing, measure):
         monkeypatch.setattr(module, "gpu_shared", turn("shared"))
     together = [
-        (measure, "check"), (measure, "build_problems"), (capturing, "check_written"), (capturing, "build_problems"),
-        (capturing, "run_once"),
+        (measure, "check"), (measure, "two_rounds"), (measure, "build_problems"), (capturing, "build_problems"),
+        (capturing, "BitsCheck"), (capturing, "run_once"), (capturing, "_free"),
     ]  # fmt: skip
     for one in (*together, (capturing, "record")):
         noted(*one)
     tuned(lambda name, number: seen.append(("clock", inside[0])) or 1.0)
-    assert set(seen) == {*((name, "shared") for _, name in together), ("clock", "alone"), ("record", "none")}
+    assert set(seen) == {
+        *((f"{module.__name__}.{name}", "shared") for module, name in together),
+        ("clock", "alone"), (f"{capturing.__name__}.record", "none"),
+    }  # fmt: skip
 
 
 def test_what_crosses_to_a_measuring_process_can(monkeypatch: pytest.MonkeyPatch) -> None:

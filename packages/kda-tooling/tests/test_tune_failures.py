@@ -22,9 +22,9 @@ from kda_tooling.tuning.settings import TuneSettings
 from tests.support.tuning import (
     CONFIGS,
     ONE_HEAD,
+    REAL_BITS,
     REAL_CHECK,
     REAL_ROUNDS,
-    REAL_WRITTEN,
     SMALL,
     usual,
     verdicts,
@@ -81,14 +81,17 @@ def test_other_bits_are_a_failure_that_is_told_and_never_timed(
     monkeypatch.setattr(measure, "check", REAL_CHECK)
     monkeypatch.setattr(measure, "two_rounds", REAL_ROUNDS)
     monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
-    result = tuned(usual, dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), batch_sizes=(1,)))
+    timed: set[str] = set()
+    settings = dataclasses.replace(SMALL, shape=KdaShape(1, 1, 64, 64), batch_sizes=(1,))
+    result = tuned(lambda name, number: timed.add(name) or usual(name, number), settings)
     (failure,) = result.failures
     assert (failure.lane, failure.config, failure.broken) == ("fused+ring", wrong, True)
+    assert not any("kda fused+ring bv32" in name for name in timed)
     assert "output" in failure.error
     assert [cell.config("fused+ring") for cell in result.table.cells] == [CONFIGS[2]]
 
 
-@pytest.mark.parametrize("batch", [1, 2], ids=["in the survey", "between surveyed sizes"])
+@pytest.mark.parametrize("batch", [1, 2], ids=["an end", "between ends"])
 def test_a_candidate_that_fails_while_it_is_timed_is_left_out_there(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
@@ -103,6 +106,42 @@ def test_a_candidate_that_fails_while_it_is_timed_is_left_out_there(
     assert load_table(result.path) == result.table
 
 
+def test_a_lane_that_fails_at_both_ends_is_tried_between_them(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "candidates", lambda *_: CONFIGS[1:2])
+
+    def run_once(calls: list[Any]) -> None:
+        (lane, _), problem = calls[0].args
+        if lane == "fused+ring" and problem.batch != 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fails_when_run(monkeypatch, 1, RuntimeError("not used"))
+    monkeypatch.setattr(capturing, "run_once", run_once)
+    table = tuned(usual, ONE_HEAD).table
+    assert [cell.lanes["fused+ring"].why is None for cell in table.cells] == [False, True, False]
+
+
+def test_a_wrong_candidate_that_is_fast_pushes_no_other_out(
+    tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bits differ at B = 1 only; at B = 3 it has no times either, and B = 2 tries the right ones."""
+
+    def nothing(arm: Arm, problem: Any) -> torch.Tensor:
+        return torch.zeros_like(arm.verify(problem))
+
+    broken_at(monkeypatch, 1, nothing)
+    monkeypatch.setattr(capturing, "BitsCheck", REAL_BITS)
+    monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
+
+    def us(name: str, number: int) -> float:
+        return 1.0 if "kda fused+ring bv32" in name else usual(name, number)
+
+    settings = dataclasses.replace(ONE_HEAD, finalists=1)
+    table = tuned(us, settings).table
+    assert [cell.config("fused+ring") for cell in table.cells] == [CONFIGS[2]] * 3
+
+
 def test_a_lane_that_fails_at_one_batch_size_is_measured_at_the_others(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +153,7 @@ def test_a_lane_that_fails_at_one_batch_size_is_measured_at_the_others(
     assert "RuntimeError: out of resources" in str(table.cells[2].lanes["fused+ring"].why)
 
 
-@pytest.mark.parametrize("batch", [1, 2], ids=["in the survey", "in a pass, after figures of others"])
+@pytest.mark.parametrize("batch", [1, 2], ids=["at the first size", "after figures of others"])
 def test_a_candidate_whose_bits_differ_at_a_timed_batch_size_is_in_no_cell(
     tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
@@ -124,7 +163,7 @@ def test_a_candidate_whose_bits_differ_at_a_timed_batch_size_is_in_no_cell(
         return out
 
     broken_at(monkeypatch, batch, last_place)
-    monkeypatch.setattr(capturing, "check_written", REAL_WRITTEN)
+    monkeypatch.setattr(capturing, "BitsCheck", REAL_BITS)
     monkeypatch.setattr(compiling, "candidates", lambda *args: CONFIGS[1:] if "fused+ring" in args else CONFIGS[2:])
     result = tuned(usual, ONE_HEAD)
     (failure,) = result.failures
@@ -151,6 +190,20 @@ def test_a_gpu_that_is_lost_ends_the_run_with_the_table_so_far(
         tuned(usual, both, resume=True)
     kept = load_table(first.path)
     assert kept.cells == first.table.cells
+
+
+def test_a_gpu_that_is_lost_while_it_times_is_named(tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is done on the way out may hide it."""
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def us(name: str, number: int) -> float:
+        monkeypatch.setattr(capturing, "_free", lost)
+        raise capturing.ContextLostError("the GPU is unusable")
+
+    with pytest.raises(capturing.ContextLostError, match="unusable"):
+        tuned(us)
 
 
 def test_a_failure_that_leaves_the_gpu_usable_is_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +315,7 @@ def test_on_a_gpu_what_fails_is_left_out_and_the_rest_is_timed() -> None:
     with capturing.captured_arms(
         ONE_HEAD, group, 5, arms, 1 << 20, 0, on_failure=lambda arm, error: errors.update({arm.name: str(error)})
     ) as captured:
-        times = captured.times(captured.checked([arm.name for arm in captured.arms]), 1)
+        times = captured.times([arm.name for arm in captured.arms], 1)
     assert set(times) == {good.name}
     assert times[good.name][0] > 0
     assert set(errors) == {stops.name, differs.name}

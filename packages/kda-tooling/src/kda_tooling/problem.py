@@ -187,8 +187,8 @@ def random_problems(
     """Problems of ``layers`` layers with random inputs.
 
     Slots are a random permutation of ``batch`` out of `slot_count`, int32 (the engines' index type). Random normal
-    inputs: never time on zeros, they hide faults and can run faster. Each layer's tensors begin at multiples of 16
-    bytes, as if allocated alone: for others Triton compiles kernels, a peer's say, once more.
+    inputs: never time on zeros, they hide faults and can run faster. Each layer's inputs, parameters, states and
+    records begin at multiples of 16 bytes, as if allocated alone: for others Triton compiles once more.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     tokens, hv, k = batch * draft_tokens, shape.num_v_heads, shape.head_k_dim

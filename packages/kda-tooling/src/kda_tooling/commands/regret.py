@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kda_tooling.tuning.settings import TuneSettings
 
 BATCH_SIZES = [
-    1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256,
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256,
 ]  # fmt: skip
 """The sizes that tables are measured at, and some between them."""
 

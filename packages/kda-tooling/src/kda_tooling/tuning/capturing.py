@@ -1,4 +1,4 @@
-"""Arms of one cell, checked, run once and captured, ready to be timed: what `kda tune` and `kda gate regret` share."""
+"""The arms of a cell, run and captured, ready to be timed: what `kda tune` and `kda gate regret` share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from kda_tooling.bench.bits import BitsCheck
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
 from kda_tooling.bench.timing import Replayable, Timing, measure_interleaved, record, run_once
 from kda_tooling.peers import Peer
-from kda_tooling.problem import Problems
 from kda_tooling.tuning.compiling import REFERENCE, arm_of, in_a_line
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_shared, gpu_turn
 
 SECONDS_PER_PASS = 5e-4
-"""Time of an arm in a pass; the median of five of them is steady to tenths of a per cent."""
+"""Time of an arm in a pass; medians of five of them are steady to tenths of a per cent."""
 
 Times = dict[str, tuple[float, float | None]]
 """Arm name -> microseconds per layer of a verify, and of a round where rounds decide."""
@@ -33,52 +32,32 @@ class ContextLostError(RuntimeError):
     """A failure on the GPU after which this process gets no more work done there."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Captured:
     """Arms whose calls of every layer are captured.
 
     Args:
         arms: those that could be, the peers' after ours.
-        graphs: "arm name|kind" -> graph of one call per layer.
-        kinds: "verify", and "round" where rounds decide.
-        problems: what they run on.
-        bits: compares with what `REFERENCE` writes there.
+        graphs: kind, "verify" or where rounds decide "round" too -> arm's name -> graph of one call per layer.
+        layers: of the rotation.
         device: where.
-        on_failure: see `captured_arms`.
     """
 
     arms: list[Arm]
-    graphs: dict[str, Replayable]
-    kinds: tuple[str, ...]
-    problems: Problems
-    bits: BitsCheck
+    graphs: dict[str, dict[str, Replayable]]
+    layers: int
     device: str
-    on_failure: OnFailure | None
 
     def times(self, names: Sequence[str], passes: int) -> Times:
         """Median times of the arms of these ``names``, interleaved, L2-cold; nobody else has kernels on the GPU."""
-        timed: dict[str, Timing] = {}
-        layers = len(self.problems.layers)
+        timed: dict[str, dict[str, Timing]] = {}
         with gpu_turn(self.device):
-            # Kinds apart: a round right after verifies of what its first one would fold has less to do.
-            for kind in reversed(self.kinds):
-                of_kind = {name: self.graphs[name] for name in (f"{arm}|{kind}" for arm in names)}
-                timed |= measure_interleaved(of_kind, layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
-        found = {}
-        for name in names:
-            us = [timed[f"{name}|{kind}"].median_us for kind in self.kinds]
-            found[name] = (us[0], us[1] if len(us) > 1 else None)
-        return found
-
-    def checked(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` whose arms write what `REFERENCE` writes here; the others go to ``on_failure``."""
-
-        def check(arm: Arm) -> None:
-            check_written(self.problems, self.bits, arm)
-
-        with gpu_shared(self.device):
-            arms = [arm for arm in self.arms if arm.name in names]
-            return [arm.name for arm in arms if _succeeds(check, arm, self.device, self.on_failure)]
+            # Kinds apart, rounds first: one right after verifies of what it would fold has less to do.
+            for kind, graphs in reversed(self.graphs.items()):
+                chosen = {name: graphs[name] for name in names}
+                timed[kind] = measure_interleaved(chosen, self.layers, passes=passes, seconds_per_pass=SECONDS_PER_PASS)
+        rounds = timed.get("round")
+        return {name: (timed["verify"][name].median_us, rounds[name].median_us if rounds else None) for name in names}
 
 
 @contextmanager
@@ -93,10 +72,11 @@ def captured_arms(
     peers: Sequence[Peer] = (),
     on_failure: OnFailure | None = None,
 ) -> Iterator[Captured]:
-    """``arms`` and those of ``peers`` on inputs of ``seed``, captured; graphs and inputs end with it.
+    """``arms`` and those of ``peers`` on inputs of ``seed``: their bits compared, run once, and captured.
 
     Args:
-        on_failure: called with an arm that cannot run; the others are captured without it. None: it is raised.
+        on_failure: called with an arm that does not write what `REFERENCE` writes on these inputs, or cannot run; the
+            others are captured without it. None: bits are not compared, and what fails is raised.
 
     Raises:
         ContextLostError: an arm's failure left the GPU unusable.
@@ -104,34 +84,45 @@ def captured_arms(
     sweep = settings.sweep_settings(group, seed)
     layers, _ = rotation_layers(sweep, group.draft_tokens, batch, l2_bytes)
     kinds = ("verify",) if group.option == OPTIONS[0] else ("verify", "round")
+    reference = arm_of(settings, group, group.lanes[0], REFERENCE)
     calls: dict[str, dict[str, list[Callable[[], object]]]] = {}
-    graphs: dict[str, Replayable] = {}
+    graphs: dict[str, dict[str, Replayable]] = {kind: {} for kind in kinds}
+
+    def bits(arm: Arm) -> None:
+        written.run(arm)
+        if arm.fold_on_verify:
+            problems.folding.reset()
 
     def first_run(arm: Arm) -> None:
-        own = {f"{arm.name}|{kind}": calls_of(kind, arm, problems, accept_lens) for kind in kinds}
-        for these in own.values():
-            run_once([these[0], these[-1]])  # of a round, the first layer's verify and the commit
+        calls[arm.name] = {kind: calls_of(kind, arm, problems, accept_lens) for kind in kinds}
+        for these in calls[arm.name].values():
+            run_once([these[0], these[-1]])  # all layers are alike; of a round, the last is the commit
         if device == "cuda":
             torch.cuda.synchronize()  # what fails on the device fails here, and not under another arm's name
-        calls[arm.name] = own
 
     def graph(arm: Arm) -> None:
         with verifies_unchecked():  # `first_run` has had one of each kind checked
-            graphs.update({name: record(these) for name, these in calls[arm.name].items()})
+            for kind, these in calls[arm.name].items():
+                graphs[kind][arm.name] = record(these)
 
     with gpu_shared(device):
+        _free(device)
         problems = build_problems(sweep, group.draft_tokens, batch, layers, device)
         accept = sweep.accept_for(group.draft_tokens)
         accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
-        bits = BitsCheck(problems.layers[0], arm_of(settings, group, group.lanes[0], REFERENCE))
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
-        arms = [arm for arm in arms if _succeeds(first_run, arm, device, on_failure)]
-    arms = [arm for arm in arms if _succeeds(graph, arm, device, on_failure)]
+        if on_failure is not None:
+            written = BitsCheck(problems.layers[0], reference)
+            arms = [arm for arm in arms if succeeds(bits, arm, device, on_failure)]
+        if len(kinds) > 1:
+            for problem in problems.layers:  # the first commit would make states of records that nobody wrote
+                reference.verify(problem)
+        arms = [arm for arm in arms if succeeds(first_run, arm, device, on_failure)]
+    arms = [arm for arm in arms if succeeds(graph, arm, device, on_failure)]
     try:
-        yield Captured(arms, graphs, kinds, problems, bits, device, on_failure)
+        yield Captured(arms, graphs, layers, device)
     finally:
         graphs.clear()
-        _free(device)
 
 
 def time_arms(
@@ -150,14 +141,7 @@ def time_arms(
         return captured.times([arm.name for arm in captured.arms], passes)
 
 
-def check_written(problems: Problems, written: BitsCheck, arm: Arm) -> None:
-    """Raise `BitsDifferError` unless ``arm`` writes what `REFERENCE` writes on the first layer, outputs and records."""
-    written.run(arm)
-    if arm.fold_on_verify:
-        problems.folding.reset()
-
-
-def _succeeds(do: Callable[[Arm], None], arm: Arm, device: str, on_failure: OnFailure | None) -> bool:
+def succeeds(do: Callable[[Arm], None], arm: Arm, device: str, on_failure: OnFailure | None) -> bool:
     """Whether ``do(arm)`` does; a failure goes to ``on_failure``, or is raised where there is none."""
     try:
         do(arm)
@@ -172,7 +156,7 @@ def _succeeds(do: Callable[[Arm], None], arm: Arm, device: str, on_failure: OnFa
 
 
 def _free(device: str) -> None:
-    """Give back memory that is only kept for reuse: a graph cannot take it, its memory is its own."""
+    """Give back memory that is only kept for reuse, of the cell before or of an arm that failed."""
     if device == "cuda":
         torch.cuda.empty_cache()
 

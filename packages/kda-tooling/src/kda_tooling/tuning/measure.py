@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from kda_tooling.bench.bits import BitsCheck, BitsDifferError
 from kda_tooling.bench.sweep import build_problems
 from kda_tooling.problem import Problems
 from kda_tooling.tuning.candidates import fits_heads
-from kda_tooling.tuning.capturing import Times, captured_arms, deciding, ensure_alive
+from kda_tooling.tuning.capturing import Captured, Times, captured_arms, deciding, succeeds
 from kda_tooling.tuning.compiling import CHECK_BATCH, REFERENCE, Compiled, Failure, arm_of, in_a_line
 from kda_tooling.tuning.loading import load_kernels
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -55,8 +56,8 @@ def measure_group(
     """Check every candidate's bits, survey them, and time the best of each lane in independent passes.
 
     A pass has inputs of a seed of its own and graphs of its own, all batch sizes before the next pass begins. The first
-    pass's graphs are the survey's; what the survey timed only chooses what the pass times, whose bits are compared
-    again there. A candidate that fails at a B is out there, one whose bits differ is out everywhere.
+    pass's graphs are the survey's; what the survey timed only chooses what the pass times. A candidate that fails at a
+    B is out there, one whose bits differ is out everywhere.
 
     Raises:
         ContextLostError: a candidate's failure left the GPU unusable.
@@ -65,12 +66,11 @@ def measure_group(
     used = [arm_of(settings, group, *one) for one in [(group.lanes[0], REFERENCE), *candidates]]
     load_kernels(settings, group, used, device)
     arms, failures = _checked(settings, group, compiled, device)
-    by_name = {arm.name: arm for arm in arms}
     wrong: set[str] = set()
     failed: set[tuple[int, str]] = set()
 
-    def timed(batch: int, chosen: Sequence[Arm], number: int, surveyed: dict[int, Times] | None = None) -> Times:
-        """The finalists' times: ``chosen``, or the best of them by a survey that goes into ``surveyed``."""
+    def captured(batch: int, names: Iterable[str], number: int) -> AbstractContextManager[Captured]:
+        """Those arms in pass ``number``, without what has failed."""
 
         def leave_out(arm: Arm, error: Exception) -> None:
             failures.append(Failure(group, arm.lane, arm.config or LaunchConfig(), in_a_line(error), batch=batch))
@@ -78,25 +78,25 @@ def measure_group(
             if isinstance(error, BitsDifferError):
                 wrong.add(arm.name)
 
-        sound = [arm for arm in chosen if arm.name not in wrong and (batch, arm.name) not in failed]
+        sound = [a for a in arms if a.name in names and a.name not in wrong and (batch, a.name) not in failed]
         seed = settings.seed + number
-        with captured_arms(settings, group, batch, sound, l2_bytes, seed, device, on_failure=leave_out) as captured:
-            names = [arm.name for arm in captured.arms]
-            if surveyed is not None:
-                surveyed[batch] = captured.times(names, SURVEY_PASSES)
-                names = [n for lane in group.lanes for n in _fastest(surveyed[batch], arms, lane, settings.finalists)]
-            return captured.times(captured.checked(names), FINAL_PASSES)
+        return captured_arms(settings, group, batch, sound, l2_bytes, seed, device, on_failure=leave_out)
 
     surveyed: dict[int, Times] = {}
-    first = {
-        batch: timed(batch, _tried(settings, group, arms, surveyed, batch), 0, surveyed)
-        for batch in _ends_first(settings.batch_sizes)
-    }
+    first: dict[int, Times] = {}
+    for batch in _ends_first(settings.batch_sizes):
+        tried = _tried(settings, group, [arm for arm in arms if arm.name not in wrong], surveyed, batch)
+        with captured(batch, [arm.name for arm in tried], 0) as these:
+            surveyed[batch] = these.times([arm.name for arm in these.arms], SURVEY_PASSES)
+            best = [name for lane in group.lanes for name in _fastest(surveyed[batch], arms, lane, settings.finalists)]
+            first[batch] = these.times(best, FINAL_PASSES)
     passes = [first]
     for number in range(1, settings.passes):
-        passes.append(
-            {batch: timed(batch, [by_name[name] for name in first[batch]], number) for batch in settings.batch_sizes}
-        )
+        found: dict[int, Times] = {}
+        for batch in settings.batch_sizes:
+            with captured(batch, first[batch], number) as these:
+                found[batch] = these.times([arm.name for arm in these.arms], FINAL_PASSES)
+        passes.append(found)
     arms = [arm for arm in arms if arm.name not in wrong]
     return Measured(_figures(group, settings.batch_sizes, passes, arms, compiled.failures + failures), failures)
 
@@ -127,11 +127,12 @@ def _tried(
 
 
 def _near(times: Times, arms: Sequence[Arm], group: Group) -> list[str]:
-    """The arms within `NEAR` of their lane's fastest."""
+    """The arms within `NEAR` of their lane's fastest; all of a lane that has no times."""
     found = []
     for lane in group.lanes:
         names = _fastest(times, arms, lane, len(arms))
         found += [name for name in names if deciding(times[name]) <= (1 + NEAR) * deciding(times[names[0]])]
+        found += [arm.name for arm in arms if arm.lane == lane and not names]
     return found
 
 
@@ -148,18 +149,20 @@ def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: s
         accept_lens = torch.full((CHECK_BATCH,), max(1, group.draft_tokens - 1), dtype=torch.int32, device=device)
         expected = two_rounds(problems, reference, accept_lens)
         bits = BitsCheck(problems.layers[0], reference)
-    good, failures = [], []
-    for lane in group.lanes:
-        for config in compiled.configs[lane]:
-            arm = arm_of(settings, group, lane, config)
-            try:
-                with gpu_shared(device):
-                    check(problems, bits, expected, arm, accept_lens)
-            except Exception as error:
-                ensure_alive(device, arm, error)
-                failures.append(Failure(group, lane, config, in_a_line(error)))
-            else:
-                good.append(arm)
+
+    def same(arm: Arm) -> None:
+        check(problems, bits, expected, arm, accept_lens)
+
+    failures: list[Failure] = []
+
+    def differs(arm: Arm, error: Exception) -> None:
+        failures.append(Failure(group, arm.lane, arm.config or LaunchConfig(), in_a_line(error)))
+
+    arms = [arm_of(settings, group, lane, config) for lane in group.lanes for config in compiled.configs[lane]]
+    good = []
+    for arm in arms:
+        with gpu_shared(device):
+            good += [arm] if succeeds(same, arm, device, differs) else []
     return good, failures
 
 

@@ -19,14 +19,15 @@ from kda_tooling.bench.arms import config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.sweep import check_memory
 from kda_tooling.dtypes import long_dtype
+from kda_tooling.tuning.capturing import SECONDS_PER_PASS
 from kda_tooling.tuning.compiling import Compiled, Compiling, Failure, candidate_jobs, compile_target
 from kda_tooling.tuning.measure import FINAL_PASSES, Measured, measure_group
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_turn, measured_in_processes, process_count
 
 TIMING = (
-    f"CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of {FINAL_PASSES} of 0.5 ms; "
-    "inputs and graphs of each pass are its own"
+    "CUDA graphs of every layer of a rotation past 3x the L2, arms interleaved, median of "
+    f"{FINAL_PASSES} of {SECONDS_PER_PASS * 1e3:g} ms; inputs and graphs of each pass are its own"
 )
 
 

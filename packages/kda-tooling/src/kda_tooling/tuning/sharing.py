@@ -53,8 +53,8 @@ def turn(file: Path, alone: bool = True) -> Iterator[None]:
 
     A process that dies in here leaves it. Whoever wants to be ``alone`` keeps those behind from entering before it.
     """
-    with file.open("a") as lock:
-        with file.with_suffix(".door").open("a") as door:
+    with file.open("a+") as lock:  # over NFS, a file is locked with others only where it can be read
+        with file.with_suffix(".door").open("a+") as door:
             fcntl.flock(door, fcntl.LOCK_EX)
             fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
