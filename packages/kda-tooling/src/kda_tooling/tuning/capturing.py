@@ -111,13 +111,13 @@ def captured_arms(
         accept = sweep.accept_for(group.draft_tokens)
         accept_lens = torch.full((batch,), accept, dtype=torch.int32, device=device)
         arms = [*arms, *(arm for peer in peers for arm in peer_arms(peer, problems.layers[0]))]
-        if on_failure is not None:
-            written = BitsCheck(problems.layers[0], reference)
-            arms = [arm for arm in arms if succeeds(bits, arm, device, on_failure)]
         if len(kinds) > 1:
             for problem in problems.layers:  # the first commit would make states of records that nobody wrote
                 reference.verify(problem)
-        arms = [arm for arm in arms if succeeds(first_run, arm, device, on_failure)]
+    if on_failure is not None:
+        written = BitsCheck(problems.layers[0], reference)
+        arms = passing(bits, arms, device, on_failure)
+    arms = passing(first_run, arms, device, on_failure)
     arms = [arm for arm in arms if succeeds(graph, arm, device, on_failure)]
     try:
         yield Captured(arms, graphs, layers, device)
@@ -153,6 +153,18 @@ def succeeds(do: Callable[[Arm], None], arm: Arm, device: str, on_failure: OnFai
         on_failure(arm, error)
         return False
     return True
+
+
+def passing(
+    do: Callable[[Arm], None], arms: Sequence[Arm], device: str, on_failure: OnFailure | None = None
+) -> list[Arm]:
+    """The arms for which ``do(arm)`` succeeds, each in a turn of its own: whoever times waits for one arm at most."""
+    found = []
+    for arm in arms:
+        with gpu_shared(device):
+            if succeeds(do, arm, device, on_failure):
+                found.append(arm)
+    return found
 
 
 def _free(device: str) -> None:

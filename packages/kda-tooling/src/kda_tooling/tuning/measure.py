@@ -16,7 +16,7 @@ from kda_tooling.bench.bits import BitsCheck, BitsDifferError
 from kda_tooling.bench.sweep import build_problems
 from kda_tooling.problem import Problems
 from kda_tooling.tuning.candidates import fits_heads
-from kda_tooling.tuning.capturing import Captured, Times, captured_arms, deciding, succeeds
+from kda_tooling.tuning.capturing import Captured, Times, captured_arms, deciding, passing
 from kda_tooling.tuning.compiling import CHECK_BATCH, REFERENCE, Compiled, Failure, arm_of, in_a_line
 from kda_tooling.tuning.loading import load_kernels
 from kda_tooling.tuning.settings import Group, TuneSettings
@@ -159,11 +159,7 @@ def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: s
         failures.append(Failure(group, arm.lane, arm.config or LaunchConfig(), in_a_line(error)))
 
     arms = [arm_of(settings, group, lane, config) for lane in group.lanes for config in compiled.configs[lane]]
-    good = []
-    for arm in arms:
-        with gpu_shared(device):
-            good += [arm] if succeeds(same, arm, device, differs) else []
-    return good, failures
+    return passing(same, arms, device, differs), failures
 
 
 def check(
