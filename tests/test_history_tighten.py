@@ -7,13 +7,14 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kda_backend.gate import Cell, Table, load_table, write_table
+from kda_backend.gate import Cell, CellKey, Table, load_table, write_table
 from kda_backend.lanes import lanes_of
 from kda_tooling.history.reading import CellName, Described, History, Run, Value
 from kda_tooling.history.regressions import Report, find_regressions
@@ -76,6 +77,13 @@ def same_but_for_the_verdict(before: Cell, after: Cell) -> bool:
     return replace(before, lane=after.lane, closed=after.closed) == after
 
 
+def sides_of(key: CellKey, known: Iterable[CellKey]) -> tuple[CellKey, CellKey]:
+    """The nearest cells of ``known`` that are alike but for a smaller, and for a larger, batch."""
+    alike = [one for one in known if replace(one, batch=1) == replace(key, batch=1)]
+    below = max((one for one in alike if one.batch < key.batch), key=lambda one: one.batch)
+    return below, min((one for one in alike if one.batch > key.batch), key=lambda one: one.batch)
+
+
 def check(revision: Revision, report: Report) -> None:
     """What holds of every revision."""
     before, after = revision.before, revision.after
@@ -87,8 +95,12 @@ def check(revision: Revision, report: Report) -> None:
     for old, new in zip(before.cells, after.cells, strict=True):
         assert same_but_for_the_verdict(old, new)
         assert (old != new) == (old.key in changed)
-        if old != new:
+        if old != new and old.key in known:
             assert known[old.key].points[-1].commit == mine[-1].commit
+        elif old != new:
+            below, above = (after.by_key[key] for key in sides_of(old.key, known))
+            assert (new.closed is not None) == (below.closed is not None and above.closed is not None)
+            assert changed[old.key].points == ()
     like_the_newest = {run.commit for run in mine if run.versions == mine[-1].versions}
     assert all(point.commit in like_the_newest for one in revision.changes for point in one.points)
     assert not after.doubts
@@ -133,13 +145,52 @@ def test_loosen_opens_what_wins_twice_and_nothing_else(table: Table, report: Rep
         closed = table.by_key[one.key].closed
         assert closed is not None
         assert one.action == "reopened"
-        assert len({point.commit for point in one.points}) == 2
-        assert all(point.fused_us <= (1 - table.margin) * point.unfused_us for point in one.points)
-        assert all(point.commit[:12] > closed.commits[-1] for point in one.points)
+        if one.points:
+            assert len({point.commit for point in one.points}) == 2
+            assert all(point.fused_us <= (1 - table.margin) * point.unfused_us for point in one.points)
+            assert all(point.commit[:12] > closed.commits[-1] for point in one.points)
+        else:
+            assert closed.history.startswith("asv")
+            assert ", at B = " in closed.history
         assert revision.after.verdict(revision.after.by_key[one.key]) == "fused+ring"
     assert not loosen(revision.after, report).changed
     closed_again = {one.key for one in tighten(revision.after, report, TODAY).changed}
     assert not closed_again & {one.key for one in revision.changed}, "what opens does not close by the same history"
+
+
+def history_of(*ratios: dict[str, float]) -> Report:
+    """One commit after another, T = 4: batch -> fused over unfused."""
+    runs = [
+        run_of(commit, {("4", b): ratio for b, ratio in one.items()}, GPU, "3.6")
+        for commit, one in zip(COMMITS, ratios, strict=False)
+    ]
+    return find_regressions(History(runs, DESCRIBED, [], "git"))
+
+
+def test_sizes_between_those_of_the_history_go_with_them() -> None:
+    """The history has B = 1, 2 and 16, the table 8 and 32 too: past the last size nothing is said."""
+    table = a_table(*(a_cell(draft_tokens=4, batch=b) for b in (1, 2, 8, 16, 32)), a_cell(draft_tokens=8, batch=8))
+    lost: dict[str, float] = {"1": 0.8, "2": 1.2, "16": 1.2}
+    closed = tighten(table, history_of(lost, lost, lost), TODAY)
+    assert [(one.key.batch, one.action) for one in closed.changes] == [(2, "closed"), (8, "closed"), (16, "closed")]
+    assert closed.changes[1].why == "not measured itself, and B = 2 and 16 around it are closed"
+    between = closed.after.by_key[replace(table.cells[0].key, batch=8)]
+    assert between.closed is not None
+    assert between.closed.history.endswith(", at B = 2 and 16")
+    one_side = {"1": 0.8, "2": 0.8, "16": 1.2}
+    assert [one.key.batch for one in tighten(table, history_of(one_side, one_side, one_side), TODAY).changes] == [16]
+
+    still = history_of(lost, lost, lost, lost | {"2": 0.8}, lost | {"2": 1.0})
+    assert loosen(closed.after, still).changed == []
+    for size in ("2", "16"):
+        won = lost | {size: 0.8}
+        opened = loosen(closed.after, history_of(lost, lost, lost, won, won))
+        why = f"B = {size} is open again"
+        assert [(one.key.batch, one.why) for one in opened.changed if not one.points] == [(8, why)]
+        assert {one.key.batch for one in opened.changed} == {int(size), 8}
+    by_hand = replace(between, closed=replace(between.closed, history="asv"))
+    own = replace(closed.after, cells=tuple(by_hand if c == between else c for c in closed.after.cells))
+    assert {one.key.batch for one in loosen(own, history_of(lost, lost, lost, won, won)).changed} == {16}
 
 
 @settings(max_examples=25, deadline=None)

@@ -22,6 +22,9 @@ MOST_STATED = 10
 """Commits that a closed cell states, the newest."""
 
 
+AROUND = ", at B = {} and {}"
+"""Behind a closed cell's history, where that measures not the cell but those below and above it."""
+
 Measured = tuple[CellName, float]
 """A lane's cell of the history and its microseconds."""
 
@@ -41,6 +44,9 @@ class Point(NamedTuple):
     def wins(self, margin: float) -> bool:
         """Whether fused wins by the margin; the rule of `kda_backend.gate.Cell.supported`."""
         return self.fused_us < self.unfused_us and self.fused_us <= (1 - margin) * self.unfused_us
+
+
+UNSUPPORTED = "its own figures do not support the fused lane: kda tune measures it again"
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Change:
         key: of the cell.
         action: "closed", "reopened" or "left".
         why: in words.
-        points: runs that decided.
+        points: runs that decided; none where the cells around it did.
         judged: False where the newest run does not have the cell, so that nothing was decided.
     """
 
@@ -151,7 +157,8 @@ def tighten(table: Table, report: Report, today: str) -> Revision:
     """Close every cell that the table takes fused and the history shows to lose by the table's margin.
 
     It loses where its newest run does, and either the detector finds the fused lane slower and the runs it compared
-    lose in the median, or the newest `RUNS_IN_A_ROW` runs all do.
+    lose in the median, or the newest `RUNS_IN_A_ROW` runs all do. A batch size that the history does not measure is
+    closed with the nearest ones below and above that it does.
 
     Args:
         table: to revise.
@@ -180,13 +187,21 @@ def tighten(table: Table, report: Report, today: str) -> Revision:
         why = f"{cause}: fused / unfused {_ratios(stated)}, more than {1 + table.margin:g}"
         return judged(cell.key, cell.lanes, table.margin, closed), Change(cell.key, "closed", why, tuple(stated))
 
-    return _revised(table, report, close)
+    def close_between(cell: Cell, below: Cell, above: Cell) -> tuple[Cell, Change] | None:
+        if table.verdict(cell) != lanes_of(cell.key.mode)[1] or below.closed is None or above.closed is None:
+            return None
+        sizes = below.key.batch, above.key.batch
+        closed = replace(below.closed, history=below.closed.history + AROUND.format(*sizes), date=today)
+        why = f"not measured itself, and B = {sizes[0]} and {sizes[1]} around it are closed"
+        return judged(cell.key, cell.lanes, table.margin, closed), Change(cell.key, "closed", why)
+
+    return _revised(table, report, close, close_between)
 
 
 def loosen(table: Table, report: Report) -> Revision:
     """Reopen every closed cell whose newest two runs, both of commits after those that closed it, win by the margin.
 
-    Arguments as `tighten`.
+    One that was closed with those around it is reopened with the first of them. Arguments as `tighten`.
     """
     places = report.history.places()
 
@@ -202,23 +217,42 @@ def loosen(table: Table, report: Report) -> Revision:
             return f"{len(passes)} of {LEAST_PASSES} runs in a row after {cell.closed.commits[-1]} win by the margin"
         opened = judged(cell.key, cell.lanes, table.margin)
         if opened.lane != lanes_of(cell.key.mode)[1]:
-            return "its own figures do not support the fused lane: kda tune measures it again"
+            return UNSUPPORTED
         why = f"wins again: fused / unfused {_ratios(passes)}, at most {1 - table.margin:g}"
         return opened, Change(cell.key, "reopened", why, tuple(passes))
 
-    return _revised(table, report, reopen)
+    def reopen_between(cell: Cell, below: Cell, above: Cell) -> tuple[Cell, Change] | str | None:
+        sizes = below.key.batch, above.key.batch
+        if cell.closed is None or not cell.closed.history.endswith(AROUND.format(*sizes)):
+            return None
+        if below.closed is not None and above.closed is not None:
+            return None
+        opened = judged(cell.key, cell.lanes, table.margin)
+        if opened.lane != lanes_of(cell.key.mode)[1]:
+            return UNSUPPORTED
+        open_again = [str(one.key.batch) for one in (below, above) if one.closed is None]
+        return opened, Change(cell.key, "reopened", f"B = {' and '.join(open_again)} is open again")
+
+    return _revised(table, report, reopen, reopen_between)
 
 
 def _revised(
-    table: Table, report: Report, rule: Callable[[Cell, Evidence], tuple[Cell, Change] | str | None]
+    table: Table,
+    report: Report,
+    rule: Callable[[Cell, Evidence], tuple[Cell, Change] | str | None],
+    between: Callable[[Cell, Cell, Cell], tuple[Cell, Change] | str | None],
 ) -> Revision:
-    """The table with ``rule`` on every cell of which the history's newest run of this GPU has both lanes."""
+    """The table with ``rule`` on every cell of which the history's newest run of this GPU has both lanes.
+
+    Then ``between`` on every cell that it has not, with the nearest below and above that it has.
+    """
     known = evidence(table, report)
     places = report.history.places()
     newest = max(
         (places[run.commit] for run in report.history.runs if of_machine(table, run.machine, run.gpu)), default=-1
     )
-    cells, changes = [], []
+    cells: dict[CellKey, Cell] = {}
+    changes: dict[CellKey, Change] = {}
     for cell in table.cells:
         about = known.get(cell.key)
         outcome: tuple[Cell, Change] | str | None = None
@@ -227,14 +261,35 @@ def _revised(
         elif about is not None and (stale := rule(cell, about)) is not None:
             said = stale if isinstance(stale, str) else stale[1].why
             outcome = f"not measured at the newest commit, so left as it is ({said})"
-        if isinstance(outcome, tuple):
-            cells.append(outcome[0])
-            changes.append(outcome[1])
-        else:
-            cells.append(cell)
-            measured = about is not None and about.points[-1].position == newest
-            changes += [Change(cell.key, "left", outcome, judged=measured)] if outcome else []
-    return Revision(table, replace(table, cells=tuple(cells)), changes)
+        measured = about is not None and about.points[-1].position == newest
+        _note(cell, outcome, measured, cells, changes)
+    for key, cell in list(cells.items()):
+        if sides := _around(key, known):
+            _note(cell, between(cell, *(cells[side] for side in sides)), True, cells, changes)
+    in_order = [changes[key] for key in cells if key in changes]
+    return Revision(table, replace(table, cells=tuple(cells.values())), in_order)
+
+
+def _note(
+    cell: Cell,
+    outcome: tuple[Cell, Change] | str | None,
+    measured: bool,
+    cells: dict[CellKey, Cell],
+    changes: dict[CellKey, Change],
+) -> None:
+    """Enter what a rule made of ``cell``: another and the change, why it is left, or nothing."""
+    cells[cell.key], change = outcome if isinstance(outcome, tuple) else (cell, None)
+    if isinstance(outcome, str):
+        change = Change(cell.key, "left", outcome, judged=measured)
+    if change is not None:
+        changes[cell.key] = change
+
+
+def _around(key: CellKey, known: Iterable[CellKey]) -> tuple[CellKey, CellKey] | None:
+    """The nearest ``known`` keys of smaller and of larger batches; None if ``key`` is known, or one side has none."""
+    alike = sorted(other for other in known if replace(other, batch=key.batch) == key)
+    below, above = ([one for one in alike if one < key], [one for one in alike if one > key])
+    return (below[-1], above[0]) if below and above and key not in alike else None
 
 
 def _last_while(points: list[Point], holds: Callable[[Point], bool]) -> list[Point]:
