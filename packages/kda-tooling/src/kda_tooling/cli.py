@@ -18,6 +18,7 @@ from kda_tooling.commands import (
     memory,
     regressions,
     regret,
+    rejudge,
     report,
     sweep,
     train_demo,
@@ -56,6 +57,7 @@ memory.register(app)
 doctor.register(app)
 gate.register(app)
 regret.register()
+rejudge.register()
 regressions.register(app)
 gate_history.register()
 

@@ -61,10 +61,20 @@ def write_output(file: Path | None, text: str) -> None:
             raise typer.BadParameter(f"{file} cannot be written: {error.strerror}; name another file.") from None
 
 
-def write_json(file: Path | None, data: Any) -> None:
+def write_json(file: Path | None, data: Any, one_a_line: str | None = None) -> None:
     """`write_output` of ``data`` as JSON, which knows neither NaN nor infinities.
 
+    Args:
+        file: as `write_output`.
+        data: what to write.
+        one_a_line: key of ``data`` whose value is a long list of many small things: each is put on one line.
+
     Raises:
-        ValueError: ``data`` has one of those.
+        ValueError: ``data`` has a NaN or an infinity.
     """
-    write_output(file, json.dumps(data, allow_nan=False, indent=1) + "\n")
+    if one_a_line is None:
+        write_output(file, json.dumps(data, allow_nan=False, indent=1) + "\n")
+        return
+    lines = ",\n  ".join(json.dumps(one, allow_nan=False) for one in data[one_a_line])
+    head = json.dumps({name: value for name, value in data.items() if name != one_a_line}, allow_nan=False, indent=1)
+    write_output(file, f'{head[:-2]},\n "{one_a_line}": [\n  {lines}\n ]\n}}\n')

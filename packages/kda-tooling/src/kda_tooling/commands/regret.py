@@ -92,8 +92,8 @@ def regret(
     require_gpu("kda gate regret", READ_ANYWHERE)
     result = _measure(settings, tables, peer, processes, json)
     verdict = too_slow(result)
-    write_json(json, to_dict(result, verdict))
-    _show(result, verdict, console_for(json))
+    write_json(json, to_dict(result, verdict), "cells")
+    show(result, verdict, console_for(json))
     if verdict:
         raise typer.Exit(1)
 
@@ -138,7 +138,7 @@ def _measure(
         def on_group(so_far: RegretResult, done: int, of: int) -> None:
             progress.update(measuring, completed=done, total=of)
             if not is_stdout(json):
-                write_json(json, to_dict(so_far, too_slow(so_far)) | {"groups": [done, of]})
+                write_json(json, to_dict(so_far, too_slow(so_far)) | {"groups": [done, of]}, "cells")
 
         try:
             result = measure_regret(
@@ -154,7 +154,9 @@ def _measure(
     return result
 
 
-def _show(result: RegretResult, verdict: list[str], console: Console) -> None:
+def show(
+    result: RegretResult, verdict: list[str], console: Console, why_left_out: str = "the table has nothing of them"
+) -> None:
     """The worst cell of each group, and what is wrong."""
     grid = Grid(title=f"regret by {plain(result.table)}", title_justify="left")
     for name in ("cells of", "number", "fused", "worst at", "chosen", "best", "regret", "over the peers, worst"):
@@ -176,7 +178,7 @@ def _show(result: RegretResult, verdict: list[str], console: Console) -> None:
     )
     if result.left_out:
         console.print(
-            f"[yellow]left out[/yellow], the table has nothing of them: {plain('; '.join(result.left_out))}",
+            f"[yellow]left out[/yellow], {why_left_out}: {plain('; '.join(result.left_out))}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     for line in verdict:

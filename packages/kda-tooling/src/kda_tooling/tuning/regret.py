@@ -14,7 +14,7 @@ from kda_backend.gate import Decision, Table, decide, load_table
 from kda_backend.gate.cells import GATES
 from kda_backend.gate.env import TABLES
 from kda_kernels import LaunchConfig
-from kda_tooling.bench.arms import OURS, Arm, config_name
+from kda_tooling.bench.arms import OURS, config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.settings import DTYPES
 from kda_tooling.bench.sweep import build_arms, build_problems
@@ -204,19 +204,21 @@ def _measure_group(
             settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=loaded
         )
         us = {name: deciding(time) for name, time in times.items()}
-        results.append(_regret(group, batch, decision, chosen, arms, us))
+        lanes = {name: arm.lane for name, arm in arms.items()}
+        results.append(regret_of(group, batch, decision, chosen.name, lanes, us))
     return results
 
 
-def _regret(
-    group: Group, batch: int, decision: Decision, chosen: Arm, arms: Mapping[str, Arm], us: Mapping[str, float]
+def regret_of(
+    group: Group, batch: int, decision: Decision, chosen: str, lanes: Mapping[str, str], us: Mapping[str, float]
 ) -> Regret:
-    best = min(arms, key=us.__getitem__)
-    unfused = min(us[name] for name, arm in arms.items() if arm.lane == group.lanes[0])
-    peer = min((name for name in us if name not in arms), key=us.__getitem__, default=None)
+    """The cell in which arms took ``us``: ours, whose ``lanes`` are given, ``chosen`` among them, and the peers'."""
+    best = min(lanes, key=us.__getitem__)
+    unfused = min(us[name] for name, lane in lanes.items() if lane == group.lanes[0])
+    peer = min((name for name in us if name not in lanes), key=us.__getitem__, default=None)
     return Regret(
         group=str(group), draft_tokens=group.draft_tokens, batch=batch, lane=decision.lane,
-        config=config_name(decision.launch), us=round(us[chosen.name], 4),
+        config=config_name(decision.launch), us=round(us[chosen], 4),
         best=best, best_us=round(us[best], 4), unfused_us=round(unfused, 4), peer=peer,
         peer_us=None if peer is None else round(us[peer], 4),
         arms={name: round(time, 4) for name, time in us.items()},
