@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,13 @@ def test_what_the_run_did_not_time_is_named(folder: Path) -> None:
     run = a_run(timed(1, unfused=4.0), timed(2, unfused=4.0, fused=2.0))
     result = rejudge(run, folder)
     assert [cell.batch for cell in result.cells] == [2]
-    assert result.left_out == ["recurrent ring T=4, B=1 (fused+ring bv64.w8.r2.e)"]
-    with pytest.raises(ValueError, match="timed nothing of what the table chooses"):
+    assert result.left_out == ["recurrent ring T=4, B=1 (fused+ring bv64.w8.r2.e was not timed)"]
+    other = timed(1, "chunked ring T=4", unfused=1.0) | {"arms": {"kda unfused+ring chunked bv32.w2": 1.0}}
+    result = rejudge(a_run(timed(2, unfused=4.0, fused=2.0), other), folder)
+    assert result.left_out == ["chunked ring T=4, B=1 (the table has nothing of it)"], "the packaged table is no answer"
+    with pytest.raises(ValueError, match="chooses in 1 of 3 cells; fewer than half"):
+        rejudge(a_run(*run["cells"], other), folder)
+    with pytest.raises(ValueError, match="chooses in 0 of 1 cells"):
         rejudge(a_run(timed(1, unfused=4.0)), folder)
 
 
@@ -91,24 +97,31 @@ def test_what_the_packaged_tables_choose_is_fast_in_every_kept_run(path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"table": "H=8.json"}, "table is 'H=8.json'"),
-        ({"machine": {}}, "TypeError"),
-        ({"cells": [{"group": "x"}]}, "KeyError: 'draft_tokens'"),
-        ({"cells": [timed(1, "recurrent ring T=5", fused=1.0)]}, "KeyError: 'recurrent ring T=5'"),
-        ({"cells": [timed(1) | {"arms": {FUSED: "fast"}}]}, "could not convert"),
-        ({"cells": []}, "--draft-tokens"),
+        ({"table": "H=8.json"}, "table must be a gate table's name, got 'H=8.json'"),
+        ({"machine": {}}, "machine or draft_tokens of a cell: TypeError"),
+        ({"machine": MACHINE | {"sm": "90"}}, "machine.sm must be an integer"),
+        ({"cells": [{"group": "x"}]}, "draft_tokens of a cell: KeyError 'draft_tokens'"),
+        ({"cells": [timed(1, "recurrent ring T=5", fused=1.0)]}, "cells[0].group must be one such as"),
+        ({"cells": [timed(0, unfused=1.0)]}, "cells[0].batch must be a number of requests"),
+        ({"cells": [timed(1, unfused=1.0)] * 2}, "cells[1].batch must be a number of requests, each once"),
+        *(
+            ({"cells": [timed(1, unfused=us)]}, "cells[0].arms must be microseconds above 0")
+            for us in ("fast", 0, -1.0, float("nan"), float("inf"), True)
+        ),
+        ({"cells": [timed(1, fused=1.0)]}, "cells[0].arms has none of kda unfused+ring"),
+        ({"cells": []}, "cells must not be empty"),
     ],
 )
 def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     run = copy.deepcopy(a_run(timed(1, fused=1.0, unfused=2.0))) | change
-    with pytest.raises(ValueError, match="no result of kda gate regret --json") as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         rejudge(run, folder)
-    assert message in str(refused.value)
     file = tmp_path / "run.json"
     file.write_text(json.dumps(run))
     said = CliRunner().invoke(app, ["gate", "rejudge", str(file), "--tables", str(folder)], env={"COLUMNS": "250"})
     assert said.exit_code == 2
-    assert "run.json: no result of kda gate regret --json" in said.output
+    assert "run.json: " in said.output
+    assert message in said.output
 
 
 def test_a_folder_without_the_table_is_refused(folder: Path) -> None:
@@ -116,6 +129,35 @@ def test_a_folder_without_the_table_is_refused(folder: Path) -> None:
         path.unlink()
     with pytest.raises(TableError):
         rejudge(a_run(timed(1, fused=1.0, unfused=2.0)), folder)
+    said = CliRunner().invoke(app, ["gate", "rejudge", str(STORED[0]), "--tables", str(folder)], env={"COLUMNS": "250"})
+    assert said.exit_code == 2
+    assert "Invalid value for '--tables'" in said.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["rejudge", str(STORED[0])],
+        ["explain", "--batch", "1", "--draft-tokens", "4", "--device-name", H200, "--arch", "sm90"],
+        ["show", "--device-name", H200],
+        ["regret"],
+    ],
+)
+def test_no_result_is_written_onto_a_table(folder: Path, command: list[str]) -> None:
+    (table,) = folder.iterdir()
+    before = table.read_text()
+    said = CliRunner().invoke(
+        app, ["gate", *command, "--tables", str(folder), "--json", str(table)], env={"COLUMNS": "250"}
+    )
+    assert said.exit_code == 2
+    assert "is in --tables, whose files are gate tables" in said.output
+    assert table.read_text() == before
+
+
+@pytest.mark.parametrize("run", [[], {}, {"table": 1}, "x"])
+def test_other_json_is_refused(folder: Path, run: object) -> None:
+    with pytest.raises(ValueError, match="no result of kda gate regret --json"):
+        rejudge(run, folder)
 
 
 @pytest.mark.parametrize(("us", "code"), [(4.0, 0), (3.6, 1)])
@@ -126,6 +168,7 @@ def test_the_command_exits_by_the_verdict(folder: Path, tmp_path: Path, us: floa
     said = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})
     assert said.exit_code == code, said.output
     (written,) = json.loads(said.stdout)
+    assert written.pop("run") == str(file)
     result = rejudge(json.loads(file.read_text()), folder)
     assert written == json.loads(json.dumps(to_dict(result, too_slow(result))))
     assert ("too slow" in said.stderr) is bool(code)

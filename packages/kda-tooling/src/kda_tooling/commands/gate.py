@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 
 from kda_tooling.commands.memory import DTYPES, MOST
 from kda_tooling.commands.options import FORMS, refuse, rename_shape_fields
-from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
+from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ def explain(
     ):  # fmt: skip
         _one_of(name, value, allowed)
     check_outputs({"--json": json_file})
+    check_no_table(json_file, tables)
     import torch
 
     from kda_backend.gate import CellKey, decide
@@ -228,6 +229,7 @@ def show(
     read: list[Path | None] = [*files] if files else [None]
     for file in read:
         check_outputs({"--plot": picture, "--json": json_file}, {"FILE": file})
+    check_no_table(json_file, tables)
     if picture is not None and len(read) > 1:
         raise refuse("--plot", f"draws one table, and {len(read)} are given.")
     from kda_backend.gate import load_table

@@ -104,7 +104,8 @@ def _finish(revision: Revision, report: Report, file: Path, apply: bool, json: P
             raise typer.BadParameter(f"{file} cannot be written: {error.strerror}", param_hint="'--apply'") from None
     problems = report.history.problems
     data = {
-        "table": str(file), "applied": applied, "changes": [one.to_dict() for one in revision.changes],
+        "table": str(file), "applied": applied, "measured": revision.measured,
+        "changes": [one.to_dict() for one in revision.changes],
         "problems": [{"file": str(one.path), "message": printable(one.message)} for one in problems],
         "diff": revision.diff(file.name),
     }  # fmt: skip
@@ -122,7 +123,12 @@ def _finish(revision: Revision, report: Report, file: Path, apply: bool, json: P
         console.print(f"[{colour}]{one.action}[/{colour}] {plain(one.key)}: {plain(one.why)}", highlight=False,
                       soft_wrap=True)  # fmt: skip
     count, cells = len(revision.changed), "cell" if len(revision.changed) == 1 else "cells"
-    end = "nothing to change" if not count else f"{count} {cells}: " + ("written" if applied else "--apply writes them")
+    of = f"{revision.measured} of {len(revision.before.cells)} cells"
+    end = (
+        f"nothing to change; the history says something of {of}"
+        if not count
+        else f"{count} {cells}: " + ("written" if applied else "--apply writes them")
+    )
     console.print(f"{plain(file)}: {end}", highlight=False, soft_wrap=True)
     if revision.changed:
         raise typer.Exit(1)

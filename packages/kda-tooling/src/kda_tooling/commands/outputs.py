@@ -46,6 +46,14 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path 
     check_distinct({**(inputs or {}), **files})
 
 
+def check_no_table(output: Path | None, tables: Path | None) -> None:
+    """Refuse ``--json`` onto a file that is in the folder ``tables``. Raises ``typer.BadParameter``."""
+    if output is None or is_stdout(output) or tables is None or not output.exists():
+        return
+    if output.resolve().parent == tables.resolve():
+        raise refuse("--json", f"{output} is in --tables, whose files are gate tables: give a file elsewhere.")
+
+
 def write_output(file: Path | None, text: str) -> None:
     """Write ``text`` to a file, to standard output, or nowhere.
 

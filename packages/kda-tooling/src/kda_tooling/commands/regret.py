@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from kda_tooling.commands.gate import HeadKDim, Heads, HeadVDim, HvHeads, gate
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import rename_shape_fields, require_gpu
-from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
+from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
 from kda_tooling.commands.tune import (
     EVERY_FORM,
     EVERY_MODE,
@@ -89,6 +89,7 @@ def regret(
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     check_outputs({"--json": json})
+    check_no_table(json, tables)
     require_gpu("kda gate regret", READ_ANYWHERE)
     result = _measure(settings, tables, peer, processes, json)
     verdict = too_slow(result)
@@ -155,10 +156,15 @@ def _measure(
 
 
 def show(
-    result: RegretResult, verdict: list[str], console: Console, why_left_out: str = "the table has nothing of them"
+    result: RegretResult,
+    verdict: list[str],
+    console: Console,
+    run: str | None = None,
+    why_left_out: str = "the table has nothing of them",
 ) -> None:
-    """The worst cell of each group, and what is wrong."""
-    grid = Grid(title=f"regret by {plain(result.table)}", title_justify="left")
+    """The worst cell of each group, and what is wrong; ``run``: the stored one, if none was made."""
+    title = f"regret by {result.table}" + ("" if run is None else f" in {run}")
+    grid = Grid(title=plain(title), title_justify="left")
     for name in ("cells of", "number", "fused", "worst at", "chosen", "best", "regret", "over the peers, worst"):
         grid.add_column(name)
     for group in dict.fromkeys(cell.group for cell in result.cells):
@@ -173,7 +179,8 @@ def show(
     console.print(grid)
     console.print(
         f"{len(result.cells)} cells, {result.within(0.01):.1%} within 1%, {result.within(USUAL):.1%} within "
-        f"{USUAL:.0%}, {result.within(MOST):.1%} within {MOST:.0%} of the best; {result.seconds:.0f} s",
+        f"{USUAL:.0%}, {result.within(MOST):.1%} within {MOST:.0%} of the best"
+        + (f"; {result.seconds:.0f} s" if run is None else f"; {len(result.left_out)} more left out"),
         highlight=False,
     )
     if result.left_out:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from json import JSONDecodeError, loads
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table as Grid
 
 from kda_tooling.commands.gate import gate
 from kda_tooling.commands.options import refuse
-from kda_tooling.commands.outputs import check_outputs, console_for, write_json
-from kda_tooling.commands.regret import show, to_dict, too_slow
+from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, write_json
+from kda_tooling.commands.regret import MOST, USUAL, show, to_dict, too_slow
+from kda_tooling.terminal import plain
+
+if TYPE_CHECKING:
+    from kda_tooling.tuning.regret import RegretResult
 
 
 def register() -> None:
     """Add the command to ``kda gate``."""
     gate.command(
-        epilog="Example: [bold]kda gate rejudge benchmarks/measured/regret/*.json --tables tables[/bold]",
+        epilog="Example: [bold]kda gate rejudge benchmarks/measured/regret/h200-h8-*.json --tables tables[/bold]",
     )(rejudge)
 
 
@@ -28,25 +35,52 @@ def rejudge(
 ) -> None:
     """Judge a table by runs that were made before it, without a GPU; exit with 1 where a choice is too slow.
 
-    A cell counts where the run timed what the table chooses; the others are listed. Too slow is what it is for
-    kda gate regret.
+    A cell counts where the run timed what the table chooses; the others are listed, and fewer than half are no verdict.
+    Too slow is what it is for kda gate regret. Environment variables are not looked at.
     """
     from kda_backend.gate import TableError
     from kda_backend.gate.folders import PACKAGED
     from kda_tooling.tuning.rejudged import rejudge as judge
 
-    check_outputs({"--json": json}, {str(run): run for run in runs})
-    results = []
+    check_outputs({"--json": json}, {f"run {run}": run for run in runs})
+    check_no_table(json, tables)
+    folder = Path(PACKAGED) if tables is None else tables
+    results = {}
     for run in runs:
         try:
-            results.append(judge(loads(run.read_text(encoding="utf-8")), Path(PACKAGED) if tables is None else tables))
-        except (OSError, UnicodeDecodeError, JSONDecodeError, ValueError) as error:
-            raise refuse("RUNS", f"{run}: {error}.") from None
+            results[str(run)] = judge(loads(run.read_text(encoding="utf-8")), folder)
         except TableError as error:
             raise refuse("--tables", f"{error}.") from None
-    verdicts = [too_slow(result) for result in results]
-    write_json(json, [to_dict(*one) for one in zip(results, verdicts, strict=True)])
-    for result, verdict in zip(results, verdicts, strict=True):
-        show(result, verdict, console_for(json), "the run did not time what the table chooses there")
-    if any(verdicts):
+        except JSONDecodeError as error:
+            raise refuse("RUNS", f"{run} is not JSON: {error}.") from None
+        except (OSError, ValueError) as error:
+            raise refuse("RUNS", f"{run}: {error}.") from None
+    verdicts = {name: too_slow(result) for name, result in results.items()}
+    write_json(json, [to_dict(result, verdicts[name]) | {"run": name} for name, result in results.items()])
+    console = console_for(json)
+    for name, result in results.items():
+        show(result, verdicts[name], console, name, "not judged")
+    _show_tables(list(results.values()), console)
+    if any(verdicts.values()):
         raise typer.Exit(1)
+
+
+def _show_tables(results: list[RegretResult], console: Console) -> None:
+    """Each table over all of its runs."""
+    grid = Grid(title=f"tables, over {len(results)} runs", title_justify="left")
+    for name in ("table", "cells", "within 1%", "3%", "6%", "worst at", "regret", "over unfused", "over the peers"):
+        grid.add_column(name)
+    for table in dict.fromkeys(one.table for one in results):
+        of_table = [one for one in results if one.table == table]
+        cells = [cell for one in of_table for cell in one.cells]
+        every = len(cells) + sum(len(one.left_out) for one in of_table)
+        joined = replace(of_table[0], cells=cells)
+        worst = max(cells, key=lambda cell: cell.share)
+        over = [cell.over_peer for cell in cells if cell.over_peer is not None]
+        grid.add_row(
+            plain(table.split(",device_name")[0]), f"{len(cells)} of {every}",
+            *(f"{joined.within(share):.1%}" for share in (0.01, USUAL, MOST)), f"{worst.group}, B={worst.batch}",
+            f"{worst.share:.1%}", f"{max(cell.over_unfused for cell in cells):.1%}",
+            f"{min(over):.2f} to {max(over):.2f}" if over else "-",
+        )  # fmt: skip
+    console.print(grid)

@@ -101,6 +101,8 @@ class Revision:
     before: Table
     after: Table
     changes: list[Change]
+    measured: int = 0
+    """How many of the table's cells the history's newest run measured, or those around them."""
 
     @property
     def changed(self) -> list[Change]:
@@ -267,7 +269,9 @@ def _revised(
         if sides := _around(key, known):
             _note(cell, between(cell, *(cells[side] for side in sides)), True, cells, changes)
     in_order = [changes[key] for key in cells if key in changes]
-    return Revision(table, replace(table, cells=tuple(cells.values())), in_order)
+    at_newest = [key for key in cells if key in known and known[key].points[-1].position == newest]
+    about_them = len(at_newest) + sum(_around(key, known) is not None for key in cells)
+    return Revision(table, replace(table, cells=tuple(cells.values())), in_order, about_them)
 
 
 def _note(

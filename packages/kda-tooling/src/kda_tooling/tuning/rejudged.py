@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kda_backend.gate import load_table
-from kda_backend.gate.cells import GATES, OPTIONS
+from kda_backend.gate.cells import GATES, OPTIONS, is_time
+from kda_backend.gate.decisions import SOURCES
 from kda_kernels import KdaShape
 from kda_tooling.bench.arms import OURS, config_name
 from kda_tooling.bench.machine import Machine
@@ -20,11 +19,18 @@ from kda_tooling.tuning.settings import Group, TuneSettings
 
 TABLE_NAME = re.compile(r"H=(\d+),HV=(\d+),K=(\d+),V=(\d+),device_name=.+,dtype=(\w+)\.json")
 
+LEAST_JUDGED = 0.5
+"""Share of a run's cells below which nothing is said: a verdict over a few cells would be taken for one over all."""
 
-def rejudge(run: Mapping[str, Any], folder: Path) -> RegretResult:
+Times = dict[str, float]
+"""Arm's name -> microseconds."""
+
+
+def rejudge(run: object, folder: Path) -> RegretResult:
     """The cells of a run, decided by the table that ``folder`` has now, with the times of that run.
 
-    A cell in which the run did not time what the table chooses is left out, and named.
+    A cell of which the table says nothing, or in which the run did not time what it chooses, is left out, and named.
+    Environment variables are not looked at.
 
     Args:
         run: what ``kda gate regret --json`` wrote.
@@ -32,42 +38,61 @@ def rejudge(run: Mapping[str, Any], folder: Path) -> RegretResult:
 
     Raises:
         TableError: there is no such table, or it cannot be read.
-        ValueError: ``run`` is no such result, or has no cell that can be judged.
+        ValueError: ``run`` is no such result, or fewer than `LEAST_JUDGED` of its cells can be judged.
     """
-    try:
-        settings, machine, cells = _read(run)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"no result of kda gate regret --json: {type(error).__name__}: {error}") from None
+    settings, machine, cells = _read(run)
     path = table_file(settings, machine, folder)
     load_table(path)
     judged: list[Regret] = []
     left_out = []
-    for group, batch, us in cells:
+    for (group, batch), us in cells.items():
         decision = decision_at(settings, group, batch, machine, folder)
         chosen = arm_of(settings, group, decision.lane, decision.launch).name
         lanes = {name: name.split()[1] for name in us if name.startswith(f"{OURS} ")}
-        if chosen in lanes:
-            judged.append(regret_of(group, batch, decision, chosen, lanes, us))
+        if decision.source != SOURCES[1]:
+            left_out.append(f"{group}, B={batch} (the table has nothing of it)")
+        elif chosen not in lanes:
+            left_out.append(f"{group}, B={batch} ({decision.lane} {config_name(decision.launch)} was not timed)")
         else:
-            left_out.append(f"{group}, B={batch} ({decision.lane} {config_name(decision.launch)})")
-    if not judged:
-        raise ValueError("the run timed nothing of what the table chooses")
-    return RegretResult(machine, path.name, judged, float(run["seconds"]), left_out)
+            judged.append(regret_of(group, batch, decision, chosen, lanes, us))
+    if len(judged) < max(1, LEAST_JUDGED * len(cells)):
+        raise ValueError(
+            f"the run timed what {path} chooses in {len(judged)} of {len(cells)} cells; fewer than half say nothing of "
+            "the table"
+        )
+    return RegretResult(machine, path.name, judged, 0.0, left_out)
 
 
-def _read(run: Mapping[str, Any]) -> tuple[TuneSettings, Machine, list[tuple[Group, int, dict[str, float]]]]:
-    """What a run is about, where it was made, and of each cell the group, B and the arms' times."""
-    name = TABLE_NAME.fullmatch(run["table"])
+def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], Times]]:
+    """What a run is about, where it was made, and of each cell the arms' times; ValueError where it is no run."""
+    if not isinstance(run, dict) or not {"table", "machine", "cells"} <= set(run):
+        raise ValueError("no result of kda gate regret --json: it has no table, machine and cells")
+    name = TABLE_NAME.fullmatch(str(run["table"]))
     if name is None:
-        raise ValueError(f"table is {run['table']!r}")
+        raise ValueError(f"table must be a gate table's name, got {run['table']!r}")
     *sizes, dtype = name.groups()
-    lengths = tuple(sorted({int(cell["draft_tokens"]) for cell in run["cells"]}))
+    try:
+        machine = Machine(**run["machine"])
+        lengths = tuple(sorted({int(cell["draft_tokens"]) for cell in run["cells"]}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"machine or draft_tokens of a cell: {type(error).__name__} {error}") from None
+    if not isinstance(machine.sm, int) or not lengths:
+        raise ValueError("machine.sm must be an integer and cells must not be empty")
     settings = TuneSettings(
         KdaShape(*map(int, sizes)), short_dtype(dtype), gates=GATES, options=OPTIONS, draft_tokens=lengths
     )
     groups = {str(group): group for group in settings.groups()}
-    cells = [
-        (groups[cell["group"]], int(cell["batch"]), {arm: float(us) for arm, us in cell["arms"].items()})
-        for cell in run["cells"]
-    ]
-    return settings, Machine(**run["machine"]), cells
+    cells: dict[tuple[Group, int], Times] = {}
+    for number, cell in enumerate(run["cells"]):
+        group, batch, arms = (cell.get(key) for key in ("group", "batch", "arms"))
+        where = f"cells[{number}]"
+        if group not in groups:
+            raise ValueError(f"{where}.group must be one such as {next(iter(groups))!r}, got {group!r}")
+        if not isinstance(batch, int) or batch < 1 or (groups[group], batch) in cells:
+            raise ValueError(f"{where}.batch must be a number of requests, each once in a group, got {batch!r}")
+        if not isinstance(arms, dict) or not all(type(us) in (int, float) and is_time(us) for us in arms.values()):
+            raise ValueError(f"{where}.arms must be microseconds above 0 by arm")
+        if not any(arm.startswith(f"{OURS} {groups[group].lanes[0]} ") for arm in arms):
+            raise ValueError(f"{where}.arms has none of {OURS} {groups[group].lanes[0]}")
+        cells[groups[group], batch] = arms
+    return settings, machine, cells
