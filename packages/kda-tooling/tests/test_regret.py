@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., regret.RegretResult]:
     """Measures `SETTINGS` with these times."""
-    own = capturing.time_arms
+    own = capturing.captured_arms
     monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(compiling, "compile_one", lambda settings, group, lane, config, _: [(config, Figures(64, 0))])
     monkeypatch.setattr(capturing, "run_once", lambda calls: None)
@@ -67,7 +67,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., reg
     monkeypatch.setattr(regret, "describe_machine", lambda: MACHINE)
     monkeypatch.setattr(regret, "count_of", lambda *_: 1)
     monkeypatch.setattr(regret, "gpu_turn", lambda _: nullcontext())
-    monkeypatch.setattr(regret, "time_arms", lambda *args, **rest: own(*args, device="cpu", **rest))
+    monkeypatch.setattr(regret, "captured_arms", lambda *args, **rest: own(*args, device="cpu", **rest))
 
     def run(us: dict[str, float], settings: TuneSettings = SETTINGS) -> regret.RegretResult:
         def clock(graphs: dict[str, Any], calls: int, *, passes: int, **_: Any) -> dict[str, Timing]:

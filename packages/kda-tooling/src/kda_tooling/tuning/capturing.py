@@ -125,22 +125,6 @@ def captured_arms(
         graphs.clear()
 
 
-def time_arms(
-    settings: TuneSettings,
-    group: Group,
-    batch: int,
-    arms: Sequence[Arm],
-    l2_bytes: int,
-    seed: int,
-    passes: int,
-    device: str = "cuda",
-    peers: Sequence[Peer] = (),
-) -> Times:
-    """`captured_arms`, all of them timed; bits are not compared, and what fails is raised."""
-    with captured_arms(settings, group, batch, arms, l2_bytes, seed, device, peers) as captured:
-        return captured.times([arm.name for arm in captured.arms], passes)
-
-
 def succeeds(do: Callable[[Arm], None], arm: Arm, device: str, on_failure: OnFailure | None) -> bool:
     """Whether ``do(arm)`` does; a failure goes to ``on_failure``, or is raised where there is none."""
     try:

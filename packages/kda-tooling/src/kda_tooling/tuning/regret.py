@@ -20,7 +20,7 @@ from kda_tooling.bench.settings import DTYPES
 from kda_tooling.bench.sweep import build_arms, build_problems
 from kda_tooling.bench.warmup import compile_all, compile_jobs
 from kda_tooling.peers import load_peer
-from kda_tooling.tuning.capturing import deciding, time_arms
+from kda_tooling.tuning.capturing import captured_arms, deciding
 from kda_tooling.tuning.compiling import Compiling, Job, arm_of, compile_target
 from kda_tooling.tuning.loading import load_kernels
 from kda_tooling.tuning.run import count_of, table_file, target_of
@@ -200,9 +200,10 @@ def _measure_group(
         for lane, config in found:
             arm = arm_of(settings, group, lane, config)
             arms.setdefault(arm.name, arm)
-        times = time_arms(
-            settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, PASSES, peers=loaded
-        )
+        with captured_arms(
+            settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, peers=loaded
+        ) as captured:
+            times = captured.times([arm.name for arm in captured.arms], PASSES)
         us = {name: deciding(time) for name, time in times.items()}
         lanes = {name: arm.lane for name, arm in arms.items()}
         results.append(regret_of(group, batch, decision, chosen.name, lanes, us))
