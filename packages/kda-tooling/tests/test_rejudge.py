@@ -174,6 +174,15 @@ def test_the_command_exits_by_the_verdict(folder: Path, tmp_path: Path, us: floa
     assert ("too slow" in said.stderr) is bool(code)
 
 
+@pytest.mark.parametrize("command", [["rejudge", str(STORED[0])], ["regret"]])
+def test_a_folder_that_is_not_there_is_refused_by_its_option(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "file").touch()
+    for tables in ("missing", "file"):
+        said = CliRunner().invoke(app, ["gate", *command, "--tables", str(tmp_path / tables)], env={"COLUMNS": "250"})
+        assert said.exit_code == 2
+        assert "Invalid value for '--tables'" in said.output
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")

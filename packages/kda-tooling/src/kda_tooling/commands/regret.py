@@ -68,7 +68,9 @@ def regret(
     modes: Modes = EVERY_MODE,
     options: Options = PLAIN,
     gates: Gates = SAFE,
-    tables: Annotated[Path | None, typer.Option(help="Folder of the table; default: the packaged ones.")] = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Folder of the table; default: the packaged ones.", exists=True, file_okay=False)
+    ] = None,
     peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 1000,
     processes: Processes = None,

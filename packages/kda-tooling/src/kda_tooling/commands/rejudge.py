@@ -30,7 +30,10 @@ def register() -> None:
 
 def rejudge(
     runs: Annotated[list[Path], typer.Argument(help="Files of kda gate regret --json.", show_default=False)],
-    tables: Annotated[Path | None, typer.Option(help="Folder of the tables; default: the packaged ones.")] = None,
+    tables: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the tables; default: the packaged ones.", exists=True, file_okay=False),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every cell here ('-': standard output).")] = None,
 ) -> None:
     """Judge a table by runs that were made before it, without a GPU; exit with 1 where a choice is too slow.
