@@ -46,9 +46,6 @@ class Point(NamedTuple):
         return self.fused_us < self.unfused_us and self.fused_us <= (1 - margin) * self.unfused_us
 
 
-UNSUPPORTED = "its own figures do not support the fused lane: kda tune measures it again"
-
-
 @dataclass(frozen=True)
 class Evidence:
     """What the history has of one gate cell.
@@ -207,6 +204,12 @@ def loosen(table: Table, report: Report) -> Revision:
     """
     places = report.history.places()
 
+    def opened(cell: Cell, why: str, points: Iterable[Point] = ()) -> tuple[Cell, Change] | str:
+        new = judged(cell.key, cell.lanes, table.margin)
+        if new.lane != lanes_of(cell.key.mode)[1]:
+            return "its own figures do not support the fused lane: kda tune measures it again"
+        return new, Change(cell.key, "reopened", why, tuple(points))
+
     def reopen(cell: Cell, known: Evidence) -> tuple[Cell, Change] | str | None:
         if cell.closed is None:
             return None
@@ -217,11 +220,7 @@ def loosen(table: Table, report: Report) -> Revision:
         passes = _last_while(later, lambda point: point.wins(table.margin))[-LEAST_PASSES:]
         if len(passes) < LEAST_PASSES:
             return f"{len(passes)} of {LEAST_PASSES} runs in a row after {cell.closed.commits[-1]} win by the margin"
-        opened = judged(cell.key, cell.lanes, table.margin)
-        if opened.lane != lanes_of(cell.key.mode)[1]:
-            return UNSUPPORTED
-        why = f"wins again: fused / unfused {_ratios(passes)}, at most {1 - table.margin:g}"
-        return opened, Change(cell.key, "reopened", why, tuple(passes))
+        return opened(cell, f"wins again: fused / unfused {_ratios(passes)}, at most {1 - table.margin:g}", passes)
 
     def reopen_between(cell: Cell, below: Cell, above: Cell) -> tuple[Cell, Change] | str | None:
         sizes = below.key.batch, above.key.batch
@@ -229,11 +228,8 @@ def loosen(table: Table, report: Report) -> Revision:
             return None
         if below.closed is not None and above.closed is not None:
             return None
-        opened = judged(cell.key, cell.lanes, table.margin)
-        if opened.lane != lanes_of(cell.key.mode)[1]:
-            return UNSUPPORTED
         open_again = [str(one.key.batch) for one in (below, above) if one.closed is None]
-        return opened, Change(cell.key, "reopened", f"B = {' and '.join(open_again)} is open again")
+        return opened(cell, f"B = {' and '.join(open_again)} is open again")
 
     return _revised(table, report, reopen, reopen_between)
 
@@ -253,25 +249,23 @@ def _revised(
     newest = max(
         (places[run.commit] for run in report.history.runs if of_machine(table, run.machine, run.gpu)), default=-1
     )
+    fresh = {key for key, about in known.items() if about.points[-1].position == newest}
     cells: dict[CellKey, Cell] = {}
     changes: dict[CellKey, Change] = {}
     for cell in table.cells:
         about = known.get(cell.key)
         outcome: tuple[Cell, Change] | str | None = None
-        if about is not None and about.points[-1].position == newest:
+        if about is not None and cell.key in fresh:
             outcome = rule(cell, about)
         elif about is not None and (stale := rule(cell, about)) is not None:
             said = stale if isinstance(stale, str) else stale[1].why
             outcome = f"not measured at the newest commit, so left as it is ({said})"
-        measured = about is not None and about.points[-1].position == newest
-        _note(cell, outcome, measured, cells, changes)
-    for key, cell in list(cells.items()):
-        if sides := _around(key, known):
-            _note(cell, between(cell, *(cells[side] for side in sides)), True, cells, changes)
+        _note(cell, outcome, cell.key in fresh, cells, changes)
+    sides = {key: around for key in cells if (around := _around(key, known))}
+    for key, (below, above) in sides.items():
+        _note(cells[key], between(cells[key], cells[below], cells[above]), True, cells, changes)
     in_order = [changes[key] for key in cells if key in changes]
-    at_newest = [key for key in cells if key in known and known[key].points[-1].position == newest]
-    about_them = len(at_newest) + sum(_around(key, known) is not None for key in cells)
-    return Revision(table, replace(table, cells=tuple(cells.values())), in_order, about_them)
+    return Revision(table, replace(table, cells=tuple(cells.values())), in_order, len(fresh) + len(sides))
 
 
 def _note(
