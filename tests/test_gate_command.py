@@ -17,6 +17,7 @@ from kda_backend.lanes import Target
 from kda_kernels import FORMS, KdaShape
 from kda_tooling.cli import app
 from kda_tooling.commands import gate as command
+from kda_tooling.dtypes import LONG_NAMES
 from kda_tooling.gate.grid import grids
 from kda_tooling.gate.picture import draw
 from tests.support.broken_tables import BROKEN
@@ -70,6 +71,13 @@ class TestExplain:
         assert data["launch"] == {"block_v": 64, "num_warps": 8, "rows_per_thread": 2, "state_first": True}
         assert [(step["name"], step["said"]) for step in data["steps"]] == list(expected.steps)
         assert data["question"]["shape"]["num_heads"] == 8
+
+    @pytest.mark.parametrize("name", ["bf16", "bfloat16", "fp16", "float16"])
+    def test_an_activation_dtype_by_either_name(self, folder: Path, name: str) -> None:
+        data = explained("--batch", "2", "--draft-tokens", "4", *HERE, "--tables", str(folder), "--dtype", name)
+        short = name in ("bf16", "fp16")
+        assert data["question"]["dtype"] == (LONG_NAMES[name] if short else name)
+        assert (data["source"] == "user table") == name.startswith("b")
 
     def test_without_a_table_the_rule_and_no_launch(self, tmp_path: Path) -> None:
         out = tmp_path / "why.json"

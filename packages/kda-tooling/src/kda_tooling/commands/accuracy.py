@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import interpreter_chosen, parse_lower_bound, rename_shape_fields
+from kda_tooling.commands.options import ShortDtype, interpreter_chosen, parse_lower_bound, rename_shape_fields
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.terminal import plain
 
@@ -58,7 +58,7 @@ def accuracy(
     lower_bound: Annotated[
         str, typer.Option(help="Safe gate's bound, below 0; 'none' for the standard gate.")
     ] = "-5.0",
-    dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
+    dtype: ShortDtype = "bf16",
     peer: Annotated[list[str], typer.Option(help="NAME=FOLDER of another project's kernels, e.g. sglang=peer.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     json_file: Annotated[

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from kda_tooling.commands.memory import DTYPES, MOST
-from kda_tooling.commands.options import FORMS, refuse, rename_shape_fields
+from kda_tooling.commands.options import FORMS, LongDtype, refuse, rename_shape_fields
 from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
 from kda_tooling.terminal import plain
 
@@ -39,7 +39,6 @@ HvHeads = Annotated[int | None, typer.Option(max=MOST, help="Value heads, HV; de
 HeadKDim = Annotated[int, typer.Option(help="Key channels of a head, K.")]
 HeadVDim = Annotated[int, typer.Option(help="Value channels of a head, V.")]
 DeviceName = Annotated[str | None, typer.Option(help="As torch names the GPU: 'NVIDIA H200'; default: the GPU here.")]
-Dtype = Annotated[str, typer.Option(help="Activation type: bfloat16 or float16.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the same as JSON here ('-': standard output).")]
 
 
@@ -125,7 +124,7 @@ def explain(
     tree: Annotated[bool, typer.Option("--tree", help="The tokens have parents.")] = False,
     device_name: DeviceName = None,
     arch: Annotated[str | None, typer.Option(help="sm90, sm100, ... or hip; default: that of the GPU here.")] = None,
-    dtype: Dtype = DTYPES[0],
+    dtype: LongDtype = "bf16",
     tables: Annotated[
         Path | None,
         typer.Option(help="The user's folder of tables; default: KDA_GATE_TABLES.", exists=True, file_okay=False),
@@ -214,7 +213,7 @@ def show(
     head_k_dim: HeadKDim = 128,
     head_v_dim: HeadVDim = 128,
     device_name: DeviceName = None,
-    dtype: Dtype = DTYPES[0],
+    dtype: LongDtype = "bf16",
     tables: Annotated[
         Path | None, typer.Option(help="Folder to look in; default: the packaged tables.", exists=True, file_okay=False)
     ] = None,

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kda_tooling.commands.options import refuse, rename_shape_fields
+from kda_tooling.commands.options import LongDtype, refuse, rename_shape_fields
+from kda_tooling.dtypes import LONG_NAMES
 
 if TYPE_CHECKING:
     from kda_backend import MemoryPlan
@@ -22,7 +23,7 @@ UNITS = {"b": 1} | {f"{letter}{binary}b": base**power for power, letter in enume
                     for binary, base in (("", 1000), ("i", 1024))}  # fmt: skip
 """Bytes of each unit, in small letters."""
 
-DTYPES = ("bfloat16", "float16")
+DTYPES = tuple(LONG_NAMES.values())
 KIMI_LINEAR = "Kimi-Linear-48B-A3B on one GPU: 20 KDA layers, 32 heads of 128"
 DEFAULTS = {"heads": 32, "layers": 20, "head_dim": 128, "draft_tokens": 4}
 """The default shape, that of `KIMI_LINEAR`, and the default number of draft tokens."""
@@ -91,7 +92,7 @@ def memory(
     ring_length: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Records per slot of the ring; default: the draft tokens.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Activation type: bfloat16 or float16.")] = DTYPES[0],
+    dtype: LongDtype = "bf16",
     spare_slots: Annotated[
         int, typer.Option(min=0, max=MOST, help="Slots kept beside those of the requests, for a prefix cache.")
     ] = 0,

@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from kda_tooling.dtypes import long_dtype, short_dtype
 from kda_tooling.ranks import Ranks
 
 LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
@@ -17,6 +19,11 @@ LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
 
 FORMS = ("recurrent", "chunked")
 """`kda_kernels.FORMS`, here for the same reason."""
+
+_DTYPE_HELP = "Activations: bf16 or fp16."
+ShortDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=short_dtype)]
+LongDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=long_dtype)]
+"""``--dtype``, spelt either way: "bf16" where it is timed, "bfloat16" where it names a table or a tensor's dtype."""
 
 SHAPE_OPTIONS = {
     "num_heads": "--heads",

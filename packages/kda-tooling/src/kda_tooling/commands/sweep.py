@@ -13,6 +13,7 @@ from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
     LANES,
+    ShortDtype,
     parse_lower_bound,
     refuse,
     rename_shape_fields,
@@ -62,7 +63,7 @@ def sweep(
     lower_bound: Annotated[
         str, typer.Option(help="Safe gate's bound, below 0; 'none' for the standard gate.")
     ] = "-5.0",
-    dtype: Annotated[str, typer.Option(help="Activations: bf16 or fp16.")] = "bf16",
+    dtype: ShortDtype = "bf16",
     bias: Annotated[bool, typer.Option(help="Conv bias.")] = True,
     form: Annotated[
         list[str], typer.Option(help=f"Forms of ring lanes: {', '.join(FORMS)}. chunked alone: ring lanes only.")
