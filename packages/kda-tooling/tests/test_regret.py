@@ -23,7 +23,7 @@ from kda_tooling.cli import app
 from kda_tooling.commands import regret as command
 from kda_tooling.tuning import capturing, compiling, regret
 from kda_tooling.tuning.candidates import Figures
-from kda_tooling.tuning.settings import TuneSettings
+from kda_tooling.tuning.settings import DEFAULT_BATCH_SIZES, TuneSettings
 
 SHAPE = KdaShape(1, 2, 64, 64)
 MACHINE = Machine(
@@ -112,6 +112,13 @@ def test_too_slow_is_said(measured: Callable[..., Any], fused: float, wrong: lis
     found = command.too_slow(measured(TIMES | {"fused+ring bv64.w4": fused}))
     assert len(found) == len(wrong)
     assert all(part in line for part, line in zip(wrong, found, strict=True))
+
+
+def test_it_judges_every_size_that_tables_have_and_some_between() -> None:
+    between = set(command.BATCH_SIZES) - set(DEFAULT_BATCH_SIZES)
+    assert set(DEFAULT_BATCH_SIZES) < set(command.BATCH_SIZES)
+    assert sorted(set(command.BATCH_SIZES)) == command.BATCH_SIZES
+    assert all(min(DEFAULT_BATCH_SIZES) < size < max(DEFAULT_BATCH_SIZES) for size in between)
 
 
 def test_the_standard_gate_is_measured_by_the_cells_that_it_is_served_by(measured: Callable[..., Any]) -> None:

@@ -12,9 +12,10 @@ from rich.table import Table as Grid
 
 from kda_tooling.commands.gate import HeadKDim, Heads, HeadVDim, HvHeads, gate
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import rename_shape_fields, require_gpu
+from kda_tooling.commands.options import ShortDtype, rename_shape_fields, require_gpu
 from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
 from kda_tooling.commands.tune import (
+    EVERY_B,
     EVERY_FORM,
     EVERY_MODE,
     EVERY_T,
@@ -23,7 +24,6 @@ from kda_tooling.commands.tune import (
     SAFE,
     BatchSizes,
     DraftTokens,
-    Dtype,
     Forms,
     Gates,
     Modes,
@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from kda_tooling.tuning.regret import RegretResult
     from kda_tooling.tuning.settings import TuneSettings
 
-BATCH_SIZES = [
-    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256,
-]  # fmt: skip
-"""The sizes that tables are measured at, and some between them."""
+BATCH_SIZES = sorted([*EVERY_B, 9, 11, 18, 26, 44, 72])
+"""The sizes that tables are measured at, and six between them."""
 
 USUAL, MOST, SHARE = 0.03, 0.06, 0.98
 """Regret that a share of the cells keep to, regret that all do, and that share. The help states them."""
@@ -61,7 +59,7 @@ def regret(
     hv_heads: HvHeads = None,
     head_k_dim: HeadKDim = 128,
     head_v_dim: HeadVDim = 128,
-    dtype: Dtype = "bf16",
+    dtype: ShortDtype = "bf16",
     draft_tokens: DraftTokens = EVERY_T,
     batch_sizes: BatchSizes = BATCH_SIZES,
     forms: Forms = EVERY_FORM,

@@ -13,6 +13,7 @@ from kda_tooling.commands.gate import GATES, MODES, OPTION_WORDS, OPTIONS, HeadK
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
+    ShortDtype,
     check_output_folder,
     refuse,
     rename_shape_fields,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 FAILURES_SHOWN = 20
 
 
-Dtype = Annotated[str, typer.Option(help="Activations: bf16 or fp16.")]
 DraftTokens = Annotated[list[int], typer.Option(help="Tokens verified per request, T.")]
 BatchSizes = Annotated[list[int], typer.Option(help="Requests per batch, B.")]
 Forms = Annotated[list[str], typer.Option("--form", help=f"Of {', '.join(FORMS)}.")]
@@ -46,7 +46,9 @@ Processes = Annotated[
 ]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
 EVERY_T = [2, 3, 4, 5, 6, 7, 8]
-EVERY_B = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256]
+EVERY_B = [
+    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256,
+]  # fmt: skip
 EVERY_FORM, EVERY_MODE, PLAIN, SAFE = list(FORMS), list(MODES), list(OPTIONS[:1]), list(GATES[:1])
 """The usual values, those of `kda_tooling.tuning.settings.TuneSettings`, here so that ``--help`` imports no torch."""
 
@@ -68,7 +70,7 @@ def tune(
     hv_heads: HvHeads = None,
     head_k_dim: HeadKDim = 128,
     head_v_dim: HeadVDim = 128,
-    dtype: Dtype = "bf16",
+    dtype: ShortDtype = "bf16",
     draft_tokens: DraftTokens = EVERY_T,
     batch_sizes: BatchSizes = EVERY_B,
     forms: Forms = EVERY_FORM,

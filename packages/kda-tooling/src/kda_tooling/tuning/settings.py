@@ -20,10 +20,13 @@ from kda_backend.lanes import lanes_of
 from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
 from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
 
-DEFAULT_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
-"""Powers of two, 1.5 times each, and 1.25 times each from 4 to 32. Where programs come to need another wave on the SMs,
-the fastest configuration and the faster lane change within less than a factor of 1.5: with powers alone, choices
-between them cost up to 20 %, without 10, 20 and 40 those cost up to 12 % (docs/measured-facts.md)."""
+DEFAULT_BATCH_SIZES = (
+    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256,
+)  # fmt: skip
+"""Powers of two, and from 4 on 1.25, 1.5 and 1.75 times each. Where programs come to need another wave on the SMs, the
+fastest configuration and the faster lane change within less than a factor of 1.25: choices between powers alone cost up
+to 20 %, without 1.25 times each up to 12 %, without 1.75 times each (and with 1.25 up to 32 only) up to 15 %
+(docs/measured-facts.md)."""
 
 DEFAULT_DRAFT_TOKENS = (2, 3, 4, 5, 6, 7, 8)
 SAFE_BOUND = -5.0
