@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from kda_tooling.cli import app
 from kda_tooling.commands import regret as command
 from kda_tooling.tuning import capturing, compiling, regret
 from kda_tooling.tuning.candidates import Figures
-from kda_tooling.tuning.settings import DEFAULT_BATCH_SIZES, TuneSettings
+from kda_tooling.tuning.settings import TuneSettings, usual_batch_sizes
 
 SHAPE = KdaShape(1, 2, 64, 64)
 MACHINE = Machine(
@@ -33,6 +34,12 @@ MACHINE = Machine(
 SETTINGS = TuneSettings(shape=SHAPE, draft_tokens=(2,), batch_sizes=(1, 3), forms=("recurrent",), modes=("ring",))
 (GROUP,) = SETTINGS.groups()
 SLOW, QUICK = LaunchConfig(16, 1), LaunchConfig(64, 4)
+
+
+@pytest.fixture(autouse=True)
+def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 132 SMs, as an H200."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
 
 
 @pytest.fixture(autouse=True)
@@ -114,11 +121,18 @@ def test_too_slow_is_said(measured: Callable[..., Any], fused: float, wrong: lis
     assert all(part in line for part, line in zip(wrong, found, strict=True))
 
 
-def test_it_judges_every_size_that_tables_have_and_some_between() -> None:
-    between = set(command.BATCH_SIZES) - set(DEFAULT_BATCH_SIZES)
-    assert set(DEFAULT_BATCH_SIZES) < set(command.BATCH_SIZES)
-    assert sorted(set(command.BATCH_SIZES)) == command.BATCH_SIZES
-    assert all(min(DEFAULT_BATCH_SIZES) < size < max(DEFAULT_BATCH_SIZES) for size in between)
+def test_it_judges_the_sizes_that_tables_have_and_some_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(command, "require_gpu", lambda *_: None)
+    monkeypatch.setattr(command, "_measure", lambda settings, *_: (seen.append(settings.batch_sizes), 1 / 0))
+    for arguments in ([], ["--heads", "12"], ["--batch-sizes", "3", "2"]):
+        CliRunner().invoke(app, ["gate", "regret", *arguments])
+    eight, twelve, given = seen
+    assert given == (2, 3)
+    for sizes, heads in ((eight, 8), (twelve, 12)):
+        of_tables = usual_batch_sizes(KdaShape(heads, heads), 132)
+        assert sizes == tuple(sorted({*of_tables, *command.BETWEEN}))
+    assert not set(command.BETWEEN) & set(usual_batch_sizes(KdaShape(8, 8), 132))
 
 
 def test_the_standard_gate_is_measured_by_the_cells_that_it_is_served_by(measured: Callable[..., Any]) -> None:

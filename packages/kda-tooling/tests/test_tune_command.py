@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +15,23 @@ from typer.testing import CliRunner
 
 from kda_backend.gate import write_table
 from kda_kernels import KdaShape
+from kda_tooling.bench.settings import DEFAULT_SHAPE
 from kda_tooling.cli import app
 from kda_tooling.commands import tune as command_module
 from kda_tooling.tuning import capturing, run
-from kda_tooling.tuning.settings import TuneSettings
+from kda_tooling.tuning.settings import DEFAULT_BATCH_SIZES, TuneSettings, usual_batch_sizes
 from tests.support.tuning import (
     MACHINE,
     SMALL,
     SMALL_COMMAND,
     usual,
 )
+
+
+@pytest.fixture(autouse=True)
+def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 132 SMs, as an H200."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
 
 
 @pytest.mark.parametrize("command", [["tune"], ["gate", "regret"], ["gate", "explain"]], ids=" ".join)
@@ -51,7 +59,10 @@ def test_a_table_says_how_to_make_it_again_and_not_where_it_lay(tuned: Callable[
         patch.setattr(command_module, "require_gpu", lambda *_: None)
         patch.setattr(command_module, "_measure", lambda settings, *_: (seen.append(settings), 1 / 0))
         CliRunner().invoke(app, ["tune"])
-    assert seen == [TuneSettings()], "the command's defaults are the settings'"
+        CliRunner().invoke(app, ["tune", "--batch-sizes", *map(str, DEFAULT_BATCH_SIZES)])
+    fitting = dataclasses.replace(TuneSettings(), batch_sizes=usual_batch_sizes(DEFAULT_SHAPE, 132))
+    assert seen == [fitting, TuneSettings()], "the command's defaults are the settings', and the sizes the GPU's"
+    assert " 28 32 33 40 " in fitting.command
     assert TuneSettings().command == "kda tune"
     command = tuned(usual, dataclasses.replace(SMALL, gates=("standard",), margin=0.05)).table.provenance.command
     assert command == (
@@ -117,6 +128,23 @@ def test_the_command_prints_what_came_of_it(
     in_place = CliRunner().invoke(app, [*arguments[:-3], str(slower.path)], env={"COLUMNS": "250"})
     assert in_place.exit_code == 2
     assert "is in --into, where this run writes" in in_place.output
+
+
+@pytest.mark.parametrize(
+    ("hv", "fitting"),
+    [
+        (2, [33, 66, 132, 198]), (4, [33, 66, 99, 132]), (8, [33, 49, 66]), (12, [11, 22, 33, 44]), (16, [33]),
+        (24, [11, 22]), (32, []), (264, []),
+    ],
+)  # fmt: skip
+def test_the_usual_sizes_have_those_that_just_fill_the_sms(hv: int, fitting: list[int]) -> None:
+    """One request more than these is another wave of programs of the whole head's, or half of its, value channels."""
+    sizes = usual_batch_sizes(KdaShape(hv, hv), 132)
+    assert sorted(set(sizes) - set(DEFAULT_BATCH_SIZES)) == fitting
+    assert set(DEFAULT_BATCH_SIZES) <= set(sizes)
+    assert list(sizes) == sorted(sizes)
+    for size in fitting:
+        assert any(-(-size * hv * tiles // 132) < -(-(size + 1) * hv * tiles // 132) for tiles in (1, 2))
 
 
 def test_another_configuration_is_told_and_is_no_change(

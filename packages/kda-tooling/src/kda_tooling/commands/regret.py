@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +15,12 @@ from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import ShortDtype, rename_shape_fields, require_gpu
 from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
 from kda_tooling.commands.tune import (
-    EVERY_B,
     EVERY_FORM,
     EVERY_MODE,
     EVERY_T,
     PLAIN,
     READ_ANYWHERE,
     SAFE,
-    BatchSizes,
     DraftTokens,
     Forms,
     Gates,
@@ -31,6 +29,7 @@ from kda_tooling.commands.tune import (
     Processes,
     grid_of,
     kinds_of,
+    usual_sizes_here,
 )
 from kda_tooling.terminal import plain
 
@@ -38,8 +37,13 @@ if TYPE_CHECKING:
     from kda_tooling.tuning.regret import RegretResult
     from kda_tooling.tuning.settings import TuneSettings
 
-BATCH_SIZES = sorted([*EVERY_B, 9, 11, 18, 26, 44, 72])
-"""The sizes that tables are measured at, and six between them."""
+BETWEEN = (9, 13, 18, 26, 44, 72)
+"""Batch sizes that are measured by default beside those that `kda tune` measures: most tables have none of them."""
+
+RegretSizes = Annotated[
+    list[int] | None,
+    typer.Option("--batch-sizes", help="Requests per batch, B; default: those of kda tune, and six between them."),
+]
 
 USUAL, MOST, SHARE = 0.03, 0.06, 0.98
 """Regret that a share of the cells keep to, regret that all do, and that share. The help states them."""
@@ -61,7 +65,7 @@ def regret(
     head_v_dim: HeadVDim = 128,
     dtype: ShortDtype = "bf16",
     draft_tokens: DraftTokens = EVERY_T,
-    batch_sizes: BatchSizes = BATCH_SIZES,
+    batch_sizes: RegretSizes = None,
     forms: Forms = EVERY_FORM,
     modes: Modes = EVERY_MODE,
     options: Options = PLAIN,
@@ -91,6 +95,8 @@ def regret(
     check_outputs({"--json": json})
     check_no_table(json, tables)
     require_gpu("kda gate regret", READ_ANYWHERE)
+    if not batch_sizes:
+        settings = replace(settings, batch_sizes=tuple(sorted({*usual_sizes_here(settings), *BETWEEN})))
     result = _measure(settings, tables, peer, processes, json)
     verdict = too_slow(result)
     write_json(json, to_dict(result, verdict), "cells")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,10 @@ FAILURES_SHOWN = 20
 
 
 DraftTokens = Annotated[list[int], typer.Option(help="Tokens verified per request, T.")]
-BatchSizes = Annotated[list[int], typer.Option(help="Requests per batch, B.")]
+BatchSizes = Annotated[
+    list[int] | None,
+    typer.Option(help="Requests per batch, B; default: 28 sizes up to 256, and those that just fill the GPU's SMs."),
+]
 Forms = Annotated[list[str], typer.Option("--form", help=f"Of {', '.join(FORMS)}.")]
 Modes = Annotated[list[str], typer.Option("--mode", help=f"State modes: {', '.join(MODES)}.")]
 Options = Annotated[list[str], typer.Option("--option", help=f"Pool options: {OPTION_WORDS}.")]
@@ -46,9 +50,6 @@ Processes = Annotated[
 ]
 Gates = Annotated[list[str], typer.Option("--gate", help=f"Gates of the delta rule: {', '.join(GATES)}.")]
 EVERY_T = [2, 3, 4, 5, 6, 7, 8]
-EVERY_B = [
-    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256,
-]  # fmt: skip
 EVERY_FORM, EVERY_MODE, PLAIN, SAFE = list(FORMS), list(MODES), list(OPTIONS[:1]), list(GATES[:1])
 """The usual values, those of `kda_tooling.tuning.settings.TuneSettings`, here so that ``--help`` imports no torch."""
 
@@ -72,7 +73,7 @@ def tune(
     head_v_dim: HeadVDim = 128,
     dtype: ShortDtype = "bf16",
     draft_tokens: DraftTokens = EVERY_T,
-    batch_sizes: BatchSizes = EVERY_B,
+    batch_sizes: BatchSizes = None,
     forms: Forms = EVERY_FORM,
     modes: Modes = EVERY_MODE,
     options: Options = PLAIN,
@@ -126,6 +127,7 @@ def tune(
         import torch
 
         _refuse_foreign(compared, settings, torch.cuda.get_device_name())
+    settings = settings if batch_sizes else replace(settings, batch_sizes=usual_sizes_here(settings))
     result = _measure(settings, into, fresh, resume, processes)
     from kda_tooling.tuning.run import changes, other_configs
 
@@ -153,17 +155,27 @@ def grid_of(
     head_v_dim: int,
     dtype: str,
     draft_tokens: list[int],
-    batch_sizes: list[int],
+    batch_sizes: list[int] | None,
 ) -> dict[str, Any]:
     """The options that say which shape and sizes, as `TuneSettings` has them. Raises ValueError for the shape."""
     from kda_kernels import KdaShape
 
+    sizes = {"batch_sizes": tuple(sorted(set(batch_sizes)))} if batch_sizes else {}
     return {
         "shape": KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
         "dtype": short_dtype(dtype),
         "draft_tokens": tuple(sorted(set(draft_tokens))),
-        "batch_sizes": tuple(sorted(set(batch_sizes))),
+        **sizes,
     }
+
+
+def usual_sizes_here(settings: TuneSettings) -> tuple[int, ...]:
+    """Batch sizes where none were given, for the current CUDA device."""
+    import torch
+
+    from kda_tooling.tuning.settings import usual_batch_sizes
+
+    return usual_batch_sizes(settings.shape, torch.cuda.get_device_properties().multi_processor_count)
 
 
 def kinds_of(forms: list[str], modes: list[str], options: list[str], gates: list[str]) -> dict[str, Any]:

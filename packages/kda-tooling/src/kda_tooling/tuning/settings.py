@@ -28,6 +28,9 @@ fastest configuration and the faster lane change within less than a factor of 1.
 to 20 %, without 1.25 times each up to 12 %, without 1.75 times each (and with 1.25 up to 32 only) up to 15 %
 (docs/measured-facts.md)."""
 
+FULL_HALVES = (1, 2, 4, 6, 8)
+"""Programs per multiprocessor, of half a head's value channels each, at which the last batch size is worth a cell."""
+
 DEFAULT_DRAFT_TOKENS = (2, 3, 4, 5, 6, 7, 8)
 SAFE_BOUND = -5.0
 """Lower bound of the safe gate that is timed; its value costs nothing, whether there is one does."""
@@ -59,6 +62,21 @@ class Group:
         words = [self.form, self.mode, f"T={self.draft_tokens}"]
         words += [self.option] if self.option != OPTIONS[0] else []
         return " ".join(words + ([f"{self.gate} gate"] if self.gate != GATES[0] else []))
+
+
+def usual_batch_sizes(shape: KdaShape, multiprocessors: int) -> tuple[int, ...]:
+    """`DEFAULT_BATCH_SIZES` and, within them, the last ones whose programs fill the GPU's SMs a whole number of times.
+
+    One request more needs another wave, so that neither its verdict nor its configuration need be right there: with 12
+    heads on 132 SMs and a table without B = 11, up to 34 % was lost at it (docs/measured-facts.md).
+
+    Args:
+        shape: head layout of a layer.
+        multiprocessors: SMs of the GPU.
+    """
+    ends = {halves * multiprocessors // (2 * shape.num_v_heads) for halves in FULL_HALVES}
+    smallest, largest = DEFAULT_BATCH_SIZES[0], DEFAULT_BATCH_SIZES[-1]
+    return tuple(sorted({*DEFAULT_BATCH_SIZES, *(end for end in ends if smallest <= end <= largest)}))
 
 
 @dataclass(frozen=True)
