@@ -71,7 +71,8 @@ def build(case: tuple[Any, ...], layers: int = 1, device: str = "cuda") -> Probl
         shape, layers=layers, batch=batch, draft_tokens=tokens, dtype=dtype, device=device, lower_bound=lower_bound,
         bias=bias, weight_dtype=weight_dtype,
     )  # fmt: skip
-    ring = Ring.allocate(shape, slots=batch + 1, length=RING_LENGTH, dtype=dtype, device=device, num_layers=layers)
+    slots = problems.state.ssm_state.shape[1]
+    ring = Ring.allocate(shape, slots=slots, length=RING_LENGTH, dtype=dtype, device=device, num_layers=layers)
     each = [dataclasses.replace(p, ring=ring.layer(i)) for i, p in enumerate(problems.layers)]
     return dataclasses.replace(problems, ring=ring, layers=each)
 
@@ -133,7 +134,7 @@ def test_rings_and_windows_have_sglangs_bits(case: str, padded: bool) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_rings_and_windows_have_sglangs_bits_on_any_device(device: str) -> None:
     """A small case for machines without a GPU. fp16: in Triton's interpreter SGLang's kernel cannot multiply bf16."""
-    case = KdaShape(1, 2, 64, 64), 3, 3, torch.float16, None, -5.0, True
+    case = KdaShape(1, 2, 64, 64), 4, 3, torch.float16, None, -5.0, True
     check_records(build(case, device=device).layers[0], padded=True)
 
 
@@ -213,9 +214,9 @@ def test_tracked_slots_and_stable_rows_are_sglangs() -> None:
     rows = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32, device="cuda")
     for problem in problems.layers:
         fused_kda_conv_gating_verify(**keywords(problem) | {"intermediate_state_indices": rows})
-    # Four requests are committed: the fifth one's slot and the spare slot are free to receive tracked states.
-    slots = problems.layers[0].slots
-    spare = next(s for s in range(6) if s not in slots.tolist())
+    # Four requests are committed: the fifth one's slot and a spare slot are free to receive tracked states.
+    slots, every = problems.layers[0].slots, range(problems.state.ssm_state.shape[1])
+    spare = next(s for s in every if s not in slots.tolist())
     free = [spare, int(slots[4])]
     accept = torch.tensor([4, 0, 2, 3], dtype=torch.int32, device="cuda")
     track = {
@@ -237,7 +238,7 @@ def test_tracked_slots_and_stable_rows_are_sglangs() -> None:
         )  # fmt: skip
         committed.append(state)
     assert torch.equal(as_bits(committed[0].conv[0]), as_bits(committed[1].conv[0]))
-    for slot in range(6):
+    for slot in every:
         one, other = (state.temporal[:, slot] for state in committed)
         assert (one - other).norm() <= 1e-6 * one.norm(), f"slot {slot}"
     for slot in free:
