@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -234,11 +235,22 @@ class TestShow:
         (path,) = folder.iterdir()
         table = load_table(path)
         figure = draw(table)
-        panels = [axis for axis in figure.axes if axis.get_title()]
-        assert [axis.get_title() for axis in panels] == [grid.title for grid in grids(table)]
+        panels = [axis for axis in figure.axes if axis.get_title(loc="left")]
+        assert [axis.get_title(loc="left") for axis in panels] == [grid.title for grid in grids(table)]
         assert [len(axis.patches) for axis in panels] == [0, 2]
         texts = [[text.get_text() for text in axis.texts] for axis in panels]
         assert texts == [["U\n1.50"], ["F\n0.50", "F\n0.50", "U\n1.50", "U\n0.50 x"]]
+
+    def test_no_panel_of_the_picture_lies_on_another(self) -> None:
+        """Titles and labels included, in a table of wide and narrow grids."""
+        narrow = [a_cell(option=option, form=form) for option in OPTIONS[1:] for form in FORMS]
+        figure = draw(a_table(*(a_cell(batch=batch) for batch in range(1, 29)), *narrow))
+        figure.canvas.draw()
+        boxes = [axis.get_tightbbox().padded(-1.0) for axis in figure.axes]
+        assert len(boxes) == 1 + len(narrow) + 1, "the colour bar too"
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+        whole = figure.bbox
+        assert all(whole.contains(box.x0, box.y0) and whole.contains(box.x1, box.y1) for box in boxes)
 
     def test_a_plain_pool_s_grids_come_first(self) -> None:
         table = a_table(*(a_cell(option=option, form=form) for option in OPTIONS for form in FORMS))
