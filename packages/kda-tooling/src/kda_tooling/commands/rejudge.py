@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,54 +35,58 @@ def rejudge(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every cell here ('-': standard output).")] = None,
 ) -> None:
-    """Judge a table by runs that were made before it, without a GPU; exit with 1 where a choice is too slow.
+    """Judge tables by runs that were made before, without a GPU; exit with 1 where a choice is too slow.
 
     A cell counts where the run timed what the table chooses; the others are listed, and fewer than half are no verdict.
-    Too slow is what it is for kda gate regret. Environment variables are not looked at.
+    Too slow is what it is for kda gate regret, all runs of a table taken together. Environment variables are not looked
+    at.
     """
     from kda_backend.gate import TableError
     from kda_backend.gate.folders import PACKAGED
+    from kda_tooling.tuning.rejudged import joined
     from kda_tooling.tuning.rejudged import rejudge as judge
 
     check_outputs({"--json": json}, {f"run {run}": run for run in runs})
     check_no_table(json, tables)
     folder = Path(PACKAGED) if tables is None else tables
-    results = {}
+    of_table: dict[str, dict[str, RegretResult]] = {}
     for run in runs:
         try:
-            results[str(run)] = judge(loads(run.read_text(encoding="utf-8")), folder)
+            result = judge(loads(run.read_text(encoding="utf-8")), folder)
+            of_table.setdefault(result.table, {})[str(run)] = result
         except TableError as error:
             raise refuse("--tables", f"{error}.") from None
         except JSONDecodeError as error:
             raise refuse("RUNS", f"{run} is not JSON: {error}.") from None
         except (OSError, ValueError) as error:
             raise refuse("RUNS", f"{run}: {error}.") from None
-    verdicts = {name: too_slow(result) for name, result in results.items()}
-    write_json(json, [to_dict(result, verdicts[name]) | {"run": name} for name, result in results.items()])
+    judged = {table: joined(list(results.values())) for table, results in of_table.items()}
+    verdicts = {table: too_slow(result) for table, result in judged.items()}
+    write_json(
+        json,
+        [to_dict(result, verdicts[table]) | {"runs": list(of_table[table])} for table, result in judged.items()],
+    )
     console = console_for(json)
-    for name, result in results.items():
-        show(result, verdicts[name], console, name, "not judged")
-    _show_tables(list(results.values()), console)
+    for table, result in judged.items():
+        show(result, verdicts[table], console, ", ".join(of_table[table]), "not judged")
+    _show_tables(list(judged.values()), console)
     if any(verdicts.values()):
         raise typer.Exit(1)
 
 
 def _show_tables(results: list[RegretResult], console: Console) -> None:
-    """Each table over all of its runs."""
-    grid = Grid(title=f"tables, over {len(results)} runs", title_justify="left")
+    """A row for each table."""
+    grid = Grid(title="tables, each over its runs", title_justify="left")
     for name in ("table", "cells", "within 1%", "3%", "6%", "worst at", "regret", "over unfused", "over the peers"):
         grid.add_column(name)
-    for table in dict.fromkeys(one.table for one in results):
-        of_table = [one for one in results if one.table == table]
-        cells = [cell for one in of_table for cell in one.cells]
-        every = len(cells) + sum(len(one.left_out) for one in of_table)
-        joined = replace(of_table[0], cells=cells)
-        worst = max(cells, key=lambda cell: cell.share)
-        over = [cell.over_peer for cell in cells if cell.over_peer is not None]
+    for result in results:
+        worst = max(result.cells, key=lambda cell: cell.share)
+        over = [cell.over_peer for cell in result.cells if cell.over_peer is not None]
         grid.add_row(
-            plain(table.split(",device_name")[0]), f"{len(cells)} of {every}",
-            *(f"{joined.within(share):.1%}" for share in (0.01, USUAL, MOST)), f"{worst.group}, B={worst.batch}",
-            f"{worst.share:.1%}", f"{max(cell.over_unfused for cell in cells):.1%}",
+            plain(result.table.split(",device_name")[0]),
+            f"{len(result.cells)} of {len(result.cells) + len(result.left_out)}",
+            *(f"{result.within(share):.1%}" for share in (0.01, USUAL, MOST)), f"{worst.group}, B={worst.batch}",
+            f"{worst.share:.1%}", f"{max(cell.over_unfused for cell in result.cells):.1%}",
             f"{min(over):.2f} to {max(over):.2f}" if over else "-",
         )  # fmt: skip
     console.print(grid)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kda_backend.gate import load_table
@@ -61,6 +63,13 @@ def rejudge(run: object, folder: Path) -> RegretResult:
             "the table"
         )
     return RegretResult(machine, path.name, judged, 0.0, left_out)
+
+
+def joined(runs: Sequence[RegretResult]) -> RegretResult:
+    """What several runs say of one table, together."""
+    cells = [cell for run in runs for cell in run.cells]
+    left_out = [name for run in runs for name in run.left_out]
+    return replace(runs[0], cells=cells, left_out=left_out)
 
 
 def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], Times]]:
