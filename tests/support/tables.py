@@ -11,7 +11,7 @@ from kda_backend.lanes import lanes_of
 from kda_kernels import KdaShape, LaunchConfig
 
 SHAPE = KdaShape(8, 8, 128, 128)
-H200 = "NVIDIA H200"
+H200, H200_MULTIPROCESSORS = "NVIDIA H200", 132
 SLOW_CONFIG, FAST_CONFIG = LaunchConfig(32, 2), LaunchConfig(64, 8, rows_per_thread=2, state_first=True)
 """Of the unfused and of the fused lane in `a_cell`."""
 

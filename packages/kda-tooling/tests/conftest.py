@@ -22,6 +22,7 @@ from kda_tooling.tuning import capturing, compiling, measure, run
 from kda_tooling.tuning.candidates import Figures
 from kda_tooling.tuning.settings import TuneSettings
 from tests.support import tuning
+from tests.support.tables import H200_MULTIPROCESSORS
 
 COPY = 4.3e12
 MACHINE = Machine(
@@ -35,6 +36,13 @@ ANCHORS = {
     ("kda", "fused+ring", ""): 2.5, ("sglang", "unfused+ring", ""): 11.7, ("sglang", "fused+ring", " bv4"): 9.5,
     ("sglang", "fused+ring", " bv16"): 8.9,
 }  # fmt: skip
+
+
+@pytest.fixture
+def h200_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SMs of an H200 on whatever machine, for batch sizes that depend on them."""
+    properties = SimpleNamespace(multi_processor_count=H200_MULTIPROCESSORS)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: properties)
 
 
 def make_sweep(settings: SweepSettings | None = None) -> SweepResult:

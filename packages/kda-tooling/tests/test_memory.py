@@ -162,7 +162,7 @@ def test_a_budget_that_one_mode_can_use_is_not_remarked_upon() -> None:
         (["--budget", "1GiB", "--draft-tokens", "-1"], "'--draft-tokens': Input should be greater than or equal to 1"),
         (["--budget", "1GiB", "--draft-tokens", "4", "--ring-length", "3"], "3 is less than the 4 tokens"),
         (["--budget", "1GiB", "--spare-slots", "-1"], "'--spare-slots': Input should be greater than or equal to 0"),
-        (["--budget", "1GiB", "--dtype", "fp32"], "'fp32' is not an activation type; allowed are bfloat16, float16"),
+        (["--budget", "1GiB", "--dtype", "fp32"], "'fp32' is no activation type; allowed are bf16 and fp16"),
         (["--budget", "1GiB", "--head", "8"], "No such option"),
         *(
             (["--budget", "1GiB", option, "1" + 320 * "0"], f"'{option}': Input should be less than or equal to")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,9 @@ from kda_tooling.commands import regret as command
 from kda_tooling.tuning import capturing, compiling, regret
 from kda_tooling.tuning.candidates import Figures
 from kda_tooling.tuning.settings import TuneSettings, usual_batch_sizes
+from tests.support.tables import H200_MULTIPROCESSORS
+
+pytestmark = pytest.mark.usefixtures("h200_multiprocessors")
 
 SHAPE = KdaShape(1, 2, 64, 64)
 MACHINE = Machine(
@@ -34,12 +36,6 @@ MACHINE = Machine(
 SETTINGS = TuneSettings(shape=SHAPE, draft_tokens=(2,), batch_sizes=(1, 3), forms=("recurrent",), modes=("ring",))
 (GROUP,) = SETTINGS.groups()
 SLOW, QUICK = LaunchConfig(16, 1), LaunchConfig(64, 4)
-
-
-@pytest.fixture(autouse=True)
-def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 132 SMs, as an H200."""
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
 
 
 @pytest.fixture(autouse=True)
@@ -130,9 +126,9 @@ def test_it_judges_the_sizes_that_tables_have_and_some_between(monkeypatch: pyte
     eight, twelve, given = seen
     assert given == (2, 3)
     for sizes, heads in ((eight, 8), (twelve, 12)):
-        of_tables = usual_batch_sizes(KdaShape(heads, heads), 132)
+        of_tables = usual_batch_sizes(KdaShape(heads, heads), H200_MULTIPROCESSORS)
         assert sizes == tuple(sorted({*of_tables, *command.BETWEEN}))
-    assert not set(command.BETWEEN) & set(usual_batch_sizes(KdaShape(8, 8), 132))
+    assert not set(command.BETWEEN) & set(usual_batch_sizes(KdaShape(8, 8), H200_MULTIPROCESSORS))
 
 
 def test_the_standard_gate_is_measured_by_the_cells_that_it_is_served_by(measured: Callable[..., Any]) -> None:

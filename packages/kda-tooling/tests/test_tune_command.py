@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from kda_tooling.cli import app
 from kda_tooling.commands import tune as command_module
 from kda_tooling.tuning import capturing, run
 from kda_tooling.tuning.settings import DEFAULT_BATCH_SIZES, TuneSettings, usual_batch_sizes
+from tests.support.tables import H200_MULTIPROCESSORS
 from tests.support.tuning import (
     MACHINE,
     SMALL,
@@ -27,11 +27,7 @@ from tests.support.tuning import (
     usual,
 )
 
-
-@pytest.fixture(autouse=True)
-def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 132 SMs, as an H200."""
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+pytestmark = pytest.mark.usefixtures("h200_multiprocessors")
 
 
 @pytest.mark.parametrize("command", [["tune"], ["gate", "regret"], ["gate", "explain"]], ids=" ".join)
@@ -60,10 +56,10 @@ def test_a_table_says_how_to_make_it_again_and_not_where_it_lay(tuned: Callable[
         patch.setattr(command_module, "_measure", lambda settings, *_: (seen.append(settings), 1 / 0))
         CliRunner().invoke(app, ["tune"])
         CliRunner().invoke(app, ["tune", "--batch-sizes", *map(str, DEFAULT_BATCH_SIZES)])
-    fitting = dataclasses.replace(TuneSettings(), batch_sizes=usual_batch_sizes(DEFAULT_SHAPE, 132))
+    fitting = dataclasses.replace(TuneSettings(), batch_sizes=usual_batch_sizes(DEFAULT_SHAPE, H200_MULTIPROCESSORS))
     assert seen == [fitting, TuneSettings()], "the command's defaults are the settings', and the sizes the GPU's"
     assert " 28 32 33 40 " in fitting.command
-    assert TuneSettings().command == "kda tune"
+    assert TuneSettings().command == "kda tune --batch-sizes " + " ".join(map(str, DEFAULT_BATCH_SIZES))
     command = tuned(usual, dataclasses.replace(SMALL, gates=("standard",), margin=0.05)).table.provenance.command
     assert command == (
         "kda tune --heads 1 --hv-heads 2 --head-k-dim 64 --head-v-dim 64 --draft-tokens 2 --batch-sizes 1 2 3 "
@@ -139,12 +135,15 @@ def test_the_command_prints_what_came_of_it(
 )  # fmt: skip
 def test_the_usual_sizes_have_those_that_just_fill_the_sms(hv: int, fitting: list[int]) -> None:
     """One request more than these is another wave of programs of the whole head's, or half of its, value channels."""
-    sizes = usual_batch_sizes(KdaShape(hv, hv), 132)
+    sizes = usual_batch_sizes(KdaShape(hv, hv), H200_MULTIPROCESSORS)
     assert sorted(set(sizes) - set(DEFAULT_BATCH_SIZES)) == fitting
     assert set(DEFAULT_BATCH_SIZES) <= set(sizes)
     assert list(sizes) == sorted(sizes)
     for size in fitting:
-        assert any(-(-size * hv * tiles // 132) < -(-(size + 1) * hv * tiles // 132) for tiles in (1, 2))
+        waves = [
+            [-(-batch * hv * tiles // H200_MULTIPROCESSORS) for batch in (size, size + 1)] for tiles in (1, 2)
+        ]  # fmt: skip
+        assert any(here < one_more for here, one_more in waves)
 
 
 def test_another_configuration_is_told_and_is_no_change(

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from kda_tooling.commands.memory import DTYPES, MOST
+from kda_tooling.commands.memory import MOST
 from kda_tooling.commands.options import FORMS, LongDtype, refuse, rename_shape_fields
 from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
 from kda_tooling.terminal import plain
@@ -137,7 +137,6 @@ def explain(
     """
     for name, value, allowed in (
         ("--mode", mode, MODES), ("--form", form, FORMS), ("--option", option, OPTIONS), ("--gate", gate, GATES),
-        ("--dtype", dtype, DTYPES),
     ):  # fmt: skip
         _one_of(name, value, allowed)
     check_outputs({"--json": json_file})
@@ -224,7 +223,6 @@ def show(
 
     As JSON, one table is an object, several are a list of them.
     """
-    _one_of("--dtype", dtype, DTYPES)
     read: list[Path | None] = [*files] if files else [None]
     for file in read:
         check_outputs({"--plot": picture, "--json": json_file}, {"FILE": file})

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_tooling.commands.options import LongDtype, refuse, rename_shape_fields
-from kda_tooling.dtypes import LONG_NAMES
 
 if TYPE_CHECKING:
     from kda_backend import MemoryPlan
@@ -23,7 +22,6 @@ UNITS = {"b": 1} | {f"{letter}{binary}b": base**power for power, letter in enume
                     for binary, base in (("", 1000), ("i", 1024))}  # fmt: skip
 """Bytes of each unit, in small letters."""
 
-DTYPES = tuple(LONG_NAMES.values())
 KIMI_LINEAR = "Kimi-Linear-48B-A3B on one GPU: 20 KDA layers, 32 heads of 128"
 DEFAULTS = {"heads": 32, "layers": 20, "head_dim": 128, "draft_tokens": 4}
 """The default shape, that of `KIMI_LINEAR`, and the default number of draft tokens."""
@@ -112,8 +110,6 @@ def memory(
 ) -> None:
     """Print the table or JSON of `HELP`."""
     amount = parse_bytes("--budget", budget)
-    if dtype not in DTYPES:
-        raise refuse("--dtype", f"{dtype!r} is not an activation type; allowed are {', '.join(DTYPES)}.")
     if ring_length is not None and ring_length < draft_tokens:
         raise refuse("--ring-length", f"{ring_length} is less than the {draft_tokens} tokens of --draft-tokens.")
     import torch

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kda_tooling.dtypes import long_dtype, short_dtype
+from kda_tooling.dtypes import LONG_NAMES, short_dtype
 from kda_tooling.ranks import Ranks
 
 LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
@@ -20,10 +20,23 @@ LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
 FORMS = ("recurrent", "chunked")
 """`kda_kernels.FORMS`, here for the same reason."""
 
+
+def _short(given: str) -> str:
+    """The short name of an activation dtype by either name. Raises ``typer.BadParameter``."""
+    if (name := short_dtype(given)) not in LONG_NAMES:
+        raise refuse("--dtype", f"{given!r} is no activation type; allowed are bf16 and fp16 (bfloat16, float16).")
+    return name
+
+
+def _long(given: str) -> str:
+    """The long name, likewise."""
+    return LONG_NAMES[_short(given)]
+
+
 _DTYPE_HELP = "Activations: bf16 or fp16."
-ShortDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=short_dtype)]
-LongDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=long_dtype)]
-"""``--dtype``, spelt either way: "bf16" where it is timed, "bfloat16" where it names a table or a tensor's dtype."""
+ShortDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=_short)]
+LongDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=_long)]
+"""``--dtype`` by either name: "bf16" for the command that times, "bfloat16" for one that reads tables or allocates."""
 
 SHAPE_OPTIONS = {
     "num_heads": "--heads",

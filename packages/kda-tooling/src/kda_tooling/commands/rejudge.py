@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from json import JSONDecodeError, loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def register() -> None:
     """Add the command to ``kda gate``."""
     gate.command(
-        epilog="Example: [bold]kda gate rejudge benchmarks/measured/regret/h200-h8-*.json --tables tables[/bold]",
+        epilog="Example: [bold]kda gate rejudge benchmarks/measured/regret/h200-h8.json --tables tables[/bold]",
     )(rejudge)
 
 
@@ -37,9 +38,9 @@ def rejudge(
 ) -> None:
     """Judge tables by runs that were made before, without a GPU; exit with 1 where a choice is too slow.
 
-    A cell counts where the run timed what the table chooses; the others are listed, and fewer than half are no verdict.
-    Too slow is what it is for kda gate regret, all runs of a table taken together. Environment variables are not looked
-    at.
+    A cell of a run counts where the run timed what the table chooses; the others are listed. All runs of a table are
+    taken together: fewer than half of their cells are no verdict, and too slow is what it is for kda gate regret.
+    Environment variables are not looked at.
     """
     from kda_backend.gate import TableError
     from kda_backend.gate.folders import PACKAGED
@@ -60,18 +61,25 @@ def rejudge(
             raise refuse("RUNS", f"{run} is not JSON: {error}.") from None
         except (OSError, ValueError) as error:
             raise refuse("RUNS", f"{run}: {error}.") from None
-    judged = {table: joined(list(results.values())) for table, results in of_table.items()}
+    try:
+        judged = {table: joined(list(results.values())) for table, results in of_table.items()}
+    except ValueError as error:
+        raise refuse("RUNS", f"{error}.") from None
     verdicts = {table: too_slow(result) for table, result in judged.items()}
-    write_json(
-        json,
-        [to_dict(result, verdicts[table]) | {"runs": list(of_table[table])} for table, result in judged.items()],
-    )
+    write_json(json, [_to_dict(result, verdicts[table], of_table[table]) for table, result in judged.items()])
     console = console_for(json)
     for table, result in judged.items():
         show(result, verdicts[table], console, ", ".join(of_table[table]), "not judged")
     _show_tables(list(judged.values()), console)
     if any(verdicts.values()):
         raise typer.Exit(1)
+
+
+def _to_dict(result: RegretResult, verdict: list[str], runs: dict[str, RegretResult]) -> dict[str, Any]:
+    """For JSON: as of a run, with the files and machines of all in the place of the machine and the seconds."""
+    data = to_dict(result, verdict)
+    del data["machine"], data["seconds"]
+    return {"runs": [{"file": name, "machine": asdict(run.machine)} for name, run in runs.items()], **data}
 
 
 def _show_tables(results: list[RegretResult], console: Console) -> None:

@@ -21,7 +21,7 @@ from kda_tooling.commands.options import (
     require_gpu,
 )
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
-from kda_tooling.dtypes import long_dtype, short_dtype
+from kda_tooling.dtypes import long_dtype
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def grid_of(
     sizes = {"batch_sizes": tuple(sorted(set(batch_sizes)))} if batch_sizes else {}
     return {
         "shape": KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
-        "dtype": short_dtype(dtype),
+        "dtype": dtype,
         "draft_tokens": tuple(sorted(set(draft_tokens))),
         **sizes,
     }

@@ -40,7 +40,7 @@ def rejudge(run: object, folder: Path) -> RegretResult:
 
     Raises:
         TableError: there is no such table, or it cannot be read.
-        ValueError: ``run`` is no such result, or fewer than `LEAST_JUDGED` of its cells can be judged.
+        ValueError: ``run`` is no such result.
     """
     settings, machine, cells = _read(run)
     path = table_file(settings, machine, folder)
@@ -57,18 +57,23 @@ def rejudge(run: object, folder: Path) -> RegretResult:
             left_out.append(f"{group}, B={batch} ({decision.lane} {config_name(decision.launch)} was not timed)")
         else:
             judged.append(regret_of(group, batch, decision, chosen, lanes, us))
-    if len(judged) < max(1, LEAST_JUDGED * len(cells)):
-        raise ValueError(
-            f"the run timed what {path} chooses in {len(judged)} of {len(cells)} cells; fewer than half say nothing of "
-            "the table"
-        )
     return RegretResult(machine, path.name, judged, 0.0, left_out)
 
 
 def joined(runs: Sequence[RegretResult]) -> RegretResult:
-    """What several runs say of one table, together."""
+    """What several runs say of one table, together.
+
+    Raises:
+        ValueError: fewer than `LEAST_JUDGED` of their cells are judged.
+    """
     cells = [cell for run in runs for cell in run.cells]
     left_out = [name for run in runs for name in run.left_out]
+    every = len(cells) + len(left_out)
+    if len(cells) < max(1, LEAST_JUDGED * every):
+        raise ValueError(
+            f"what {runs[0].table} chooses was timed in {len(cells)} of {every} cells; fewer than half say nothing of "
+            "the table"
+        )
     return replace(runs[0], cells=cells, left_out=left_out)
 
 

@@ -23,13 +23,13 @@ from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
 DEFAULT_BATCH_SIZES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 )  # fmt: skip
-"""Powers of two, and from 4 on 1.25, 1.5 and 1.75 times each. Where programs come to need another wave on the SMs, the
-fastest configuration and the faster lane change within less than a factor of 1.25: choices between powers alone cost up
-to 20 %, without 1.25 times each up to 12 %, without 1.75 times each (and with 1.25 up to 32 only) up to 15 %
+"""Powers of two, 3, and from 4 on 1.25, 1.5 and 1.75 times each. Where programs come to need another wave on the SMs,
+the fastest configuration and the faster lane change within less than a factor of 1.25: choices between powers alone
+cost up to 20 %, without 1.25 times each up to 12 %, without 1.75 times each (and with 1.25 up to 32 only) up to 15 %
 (docs/measured-facts.md)."""
 
 FULL_HALVES = (1, 2, 4, 6, 8)
-"""Programs per multiprocessor, of half a head's value channels each, at which the last batch size is worth a cell."""
+"""Waves of programs of half a head's value channels: one, and those that are one to four waves of whole heads."""
 
 DEFAULT_DRAFT_TOKENS = (2, 3, 4, 5, 6, 7, 8)
 SAFE_BOUND = -5.0
@@ -65,10 +65,10 @@ class Group:
 
 
 def usual_batch_sizes(shape: KdaShape, multiprocessors: int) -> tuple[int, ...]:
-    """`DEFAULT_BATCH_SIZES` and, within them, the last ones whose programs fill the GPU's SMs a whole number of times.
+    """`DEFAULT_BATCH_SIZES` and, within them, the last ones whose programs get by with so many waves on the GPU's SMs.
 
-    One request more needs another wave, so that neither its verdict nor its configuration need be right there: with 12
-    heads on 132 SMs and a table without B = 11, up to 34 % was lost at it (docs/measured-facts.md).
+    One request more needs another wave, so that the configuration found for it, sometimes its verdict too, is not the
+    best: with 12 heads on 132 SMs and a table without B = 11, up to 34 % was lost there (docs/measured-facts.md).
 
     Args:
         shape: head layout of a layer.
@@ -150,7 +150,7 @@ class TuneSettings:
             ("--head-v-dim", shape.head_v_dim, usual.shape.head_v_dim),
             ("--dtype", self.dtype, usual.dtype),
             ("--draft-tokens", self.draft_tokens, usual.draft_tokens),
-            ("--batch-sizes", self.batch_sizes, usual.batch_sizes),
+            ("--batch-sizes", self.batch_sizes, None),  # always: which are usual depends on the GPU
             ("--form", self.forms, usual.forms),
             ("--mode", self.modes, usual.modes),
             ("--option", self.options, usual.options),
