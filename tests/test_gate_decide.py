@@ -161,6 +161,13 @@ class TestBuckets:
             ({1: False, 8: False, 64: True}, 1, "unfused+ring"),
             ({1: False, 8: False, 64: True}, 2, "unfused+ring"),
             ({8: True}, 8, None),
+            ({2: False, 4: True, 6: True, 7: True, 8: True, 12: True, 16: True}, 7, "fused+ring"),
+            ({2: False, 3: False, 4: True, 6: True, 7: True, 8: True, 12: True}, 7, "fused+ring"),
+            ({2: False, 4: False, 6: True, 7: True, 8: True, 12: True, 16: True}, 7, None),  # from half as many on
+            ({4: True, 6: True, 7: True, 8: True, 12: True, 14: False, 16: False}, 7, None),  # twice as many disagree
+            ({4: True, 6: True, 7: True, 8: True, 12: True, 16: False}, 7, "fused+ring"),
+            ({48: True, 56: True, 64: True}, 65, None),  # nothing above, whatever is near
+            ({48: True, 56: True, 64: True}, 64, "fused+ring"),
         ],
     )
     def test_another_device_of_the_architecture(self, packaged: Path, verdicts: Any, batch: int, lane: Any) -> None:

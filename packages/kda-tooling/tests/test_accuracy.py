@@ -212,7 +212,7 @@ def test_a_peer_s_lanes_are_compared_too(device: str, monkeypatch: pytest.Monkey
         ("--outputs 0", "--outputs must be within 1..1000000000; got 0"),
         ("--draft-tokens 4 17", "--draft-tokens must be within 1..16; got 17"),
         ("--draft-tokens 0", "got 0"),
-        ("--dtype fp32", "--dtype must be one of bf16, fp16"),
+        ("--dtype fp32", "allowed are bf16 and fp16"),
         ("--lower-bound 1", "--lower-bound must be finite and below 0"),
         ("--lower-bound safe", "'safe' is neither a number nor 'none'"),
         ("--heads 3 --hv-heads 4", "--hv-heads must be a multiple of --heads"),

@@ -69,7 +69,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, sweep_factory: Callable[..., SweepRes
         ("--lower-bound nan", "got nan"),
         ("--lower-bound -inf", "got -inf"),
         ("--lower-bound safe", "'safe' is neither a number nor 'none'"),
-        ("--dtype fp32", "--dtype must be one of bf16, fp16; got 'fp32'"),
+        ("--dtype fp32", "'fp32' is no activation type; allowed are bf16 and fp16"),
         ("--round --commit", "--round"),
         ("--accept 3", "give --round or --commit"),
         ("--round --accept 0", "--accept must be within 1..4"),

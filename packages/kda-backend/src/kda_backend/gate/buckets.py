@@ -55,20 +55,25 @@ def own_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | 
 
 
 def other_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | None:
-    """By the table of another device of the architecture: configurations, and a verdict only where neighbours agree.
+    """By the table of another device of the architecture: configurations, and a verdict only where those around agree.
 
-    The neighbours of a B that was not measured are the measured ones below and above it; of one that was, itself and
-    those beside it. Beyond the largest measured B there is no verdict. Arguments as `own_bucket`.
+    Around a B are the measured ones next to it, itself if it is one, and all from its half to its double: with half the
+    SMs as many programs are as many waves at half the batch size, and tables may have four sizes in a factor of two.
+    Beyond the largest measured B there is no verdict. Arguments as `own_bucket`.
     """
     at = max((b for b in cells if b <= batch), default=None)
     if at is None:
         return None
     above = min((b for b in cells if b > batch), default=None)
     below = max((b for b in cells if b < at), default=None) if at == batch else None
-    around = [b for b in (below, at, above) if b is not None]
+    near = (b for b in cells if batch <= 2 * b <= 4 * batch)
+    around = sorted({b for b in (below, at, above) if b is not None}.union(near))
     launched = cells[at if at == batch or above is None else above]
     verdicts = {table.verdict(cells[b]) for b in around}
-    measured = ", ".join(f"B={b}" for b in around)
+    measured = ", ".join(f"B={b}" for b in around) if len(around) < 4 else f"B={around[0]} to {around[-1]}"
+    if above is None and at < batch:
+        said = f"B={batch} is beyond the largest measured, B={at}: its configurations, no verdict"
+        return Bucket(launched, None, said)
     if len(around) < 2:
         return Bucket(launched, None, f"only {measured} is measured near B={batch}: its configurations, no verdict")
     if len(verdicts) > 1:
