@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kda_backend import LANES, MODES, Target, conservative_lane
-from kda_backend.gate import ENV, OPTIONS, decide, write_table
+from kda_backend.gate import ENV, OPTIONS, Cell, decide, write_table
 from kda_backend.gate.cells import GATES
 from kda_backend.gate.env import Settings, settings_of
 from kda_kernels import FORMS, KdaShape, LaunchConfig, Ring
 from tests.support.questions import H100, SM90, ask
-from tests.support.tables import FAST_CONFIG, H200, SHAPE, SLOW_CONFIG, a_cell, a_table, cells
+from tests.support.tables import CLOSED, FAST_CONFIG, H200, SHAPE, SLOW_CONFIG, a_cell, a_table, cells
 
 pytestmark = pytest.mark.usefixtures("fresh_gate")
 
@@ -112,6 +112,35 @@ class TestLookUp:
         assert ask(packaged, safe_gate=False).lane == "fused+ring"
         assert ask(packaged, safe_gate=False, batch=8).lane == "unfused+ring"
         assert ask(packaged, safe_gate=True, batch=8).lane == "fused+ring"
+
+    def test_the_standard_gate_s_own_cells_on_both_sides_of_a_batch_say_more_than_the_safe_gate_s(
+        self, packaged: Path
+    ) -> None:
+        own = [a_cell(gate="standard", batch=b, fused=b < 8) for b in (4, 8, 16)]
+        write_table(a_table(*cells({4: True, 8: True, 12: True, 16: True, 32: True, 64: True}), *own), packaged)
+        taken = {b: ask(packaged, safe_gate=False, batch=b).lane == "fused+ring" for b in (4, 8, 12, 16, 32, 64)}
+        assert taken == {4: True, 8: False, 12: False, 16: False, 32: True, 64: True}
+
+    @pytest.mark.parametrize(
+        ("cell", "why"),
+        [
+            (a_cell(batch=4, fused=False), None),
+            (a_cell(batch=4, fused=True), None),
+            (
+                a_cell(batch=4, fused=False, unfused_us=(4.04, 4.04), fused_us=(4.0, 4.0)),
+                "does not win by 2 %",
+            ),
+            (a_cell(batch=4, fused=False, unfused_us=(6.0, 4.0), fused_us=(4.0, 4.0)), "does not win by 2 %"),
+            (replace(a_cell(batch=4, fused=False), lane="fused+ring"), "states fused+ring, which they do not support"),
+            (replace(a_cell(batch=4, fused=True), lane="unfused+ring", closed=CLOSED), "closed on"),
+        ],
+    )
+    def test_why_figures_in_favour_of_fused_are_not_enough(self, packaged: Path, cell: Cell, why: str | None) -> None:
+        write_table(a_table(cell), packaged)
+        said = ask(packaged, batch=4).reason
+        for word in ("does not win", "do not support", "closed"):
+            assert (word in said) == (why is not None and word in why)
+        assert why is None or why in said
 
     def test_a_lane_that_was_not_measured_has_the_kernels_default(self, packaged: Path) -> None:
         write_table(a_table(a_cell(configs=(None, None))), packaged)

@@ -50,7 +50,7 @@ def test_the_conservative_rule(mode: str, batch: int, target: Target) -> None:
         ({"target": Target("cuda", 75)}, "reference", "kernels need sm80 or later, this is sm75"),
         ({"target": Target("cpu")}, "reference", "kernels run on CUDA and ROCm devices, this is 'cpu'"),
         ({"target": Target("mps")}, "reference", "this is 'mps'"),
-        ({"target": Target("hip")}, "unfused+ring", "no table was measured for B=1, T=4 on hip"),
+        ({"target": Target("hip")}, "unfused+ring", "no table gives a verdict for B=1, T=4 on hip"),
         ({"target": Target("interpreter")}, "unfused+ring", "on interpreter"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,

@@ -71,10 +71,10 @@ def conservative_lane(mode: str, batch: int, draft_tokens: int, target: Target) 
     """
     unfused, fused = lanes_of(mode)
     if mode == "ring" and batch == 1 and target.backend == "cuda" and target.arch in FUSED_ARCHS:
-        return fused, f"{fused}: no table was measured; a lone request on {target} is faster fused"
+        return fused, f"{fused}: no table gives a verdict; a lone request on {target} is faster fused"
     return (
         unfused,
-        f"{unfused}: no table was measured for B={batch}, T={draft_tokens} on {target}, so the conservative lane",
+        f"{unfused}: no table gives a verdict for B={batch}, T={draft_tokens} on {target}, so the conservative lane",
     )
 
 

@@ -44,7 +44,7 @@ def own_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket | 
     if at is None:
         return None
     cell, lane = cells[at], table.verdict(cells[at])
-    said = f"B={at}: {_figures(cell)}"
+    said = f"B={at}: {_figures(table, cell)}"
     above = min((b for b in cells if b > batch), default=None)
     unfused, fused = lanes_of(cell.key.mode)
     if batch == at or above is None:
@@ -78,16 +78,24 @@ def other_bucket(table: Table, cells: Mapping[int, Cell], batch: int) -> Bucket 
         return Bucket(launched, None, f"only {measured} is measured near B={batch}: its configurations, no verdict")
     if len(verdicts) > 1:
         return Bucket(launched, None, f"{measured} do not agree: their configurations, no verdict")
-    return Bucket(launched, verdicts.pop(), f"{measured} agree; B={at}: {_figures(cells[at])}")
+    return Bucket(launched, verdicts.pop(), f"{measured} agree; B={at}: {_figures(table, cells[at])}")
 
 
-def _figures(cell: Cell) -> str:
-    """The figures that decided, in words."""
+def _figures(table: Table, cell: Cell) -> str:
+    """The figures that decided, in words, and why fused is not taken where some of them are in its favour."""
     what = "round" if cell.decides_by_round else "verify"
     measured = [
         f"{lane} {' / '.join(f'{us:g}' for us in cell.deciding(lane))}" if cell.deciding(lane)
         else f"{lane} not measured ({cell.lanes[lane].why})"
         for lane in sorted(cell.lanes)
     ]  # fmt: skip
-    closed = "" if cell.closed is None else f", closed on {cell.closed.date} by {cell.closed.history}"
-    return f"{what} {', '.join(measured)} us{closed}"
+    unfused, fused = lanes_of(cell.key.mode)
+    passes = zip(cell.deciding(unfused), cell.deciding(fused), strict=False)
+    why = ""
+    if cell.closed is not None:
+        why = f", closed on {cell.closed.date} by {cell.closed.history}"
+    elif cell.lane != cell.supported(table.margin):
+        why = f", and it states {cell.lane}, which they do not support: unfused"
+    elif cell.lane == unfused and any(quick < slow for slow, quick in passes):
+        why = f", where fused does not win by {100 * table.margin:g} % in every pass"
+    return f"{what} {', '.join(measured)} us{why}"

@@ -179,14 +179,18 @@ class Table:
         )
 
     def buckets(self, *, gate: str, form: str, mode: str, option: str, draft_tokens: int) -> Mapping[int, Cell]:
-        """B -> cell, ascending, at exactly these values. The standard gate takes the safe gate's cells for every B at
-        which it has none of its own: tables state it where it differs.
+        """B -> cell, ascending, at exactly these values.
+
+        The standard gate takes the safe gate's cells for every B at which it has none of its own: tables state it where
+        it differs. Not where the B before and the B after are its own: those know more of the B between them.
         """
-        wanted = [(form, mode, option, draft_tokens, "safe"), (form, mode, option, draft_tokens, gate)]
-        found: dict[int, Cell] = {}
-        for one in wanted if gate != "safe" else wanted[:1]:
-            found |= self._rows.get(one, {})
-        return dict(sorted(found.items()))
+        safe = self._rows.get((form, mode, option, draft_tokens, "safe"), {})
+        if gate == "safe":
+            return dict(sorted(safe.items()))
+        own = self._rows.get((form, mode, option, draft_tokens, gate), {})
+        every = sorted({*safe, *own})
+        between = {b for a, b, c in zip(every, every[1:], every[2:], strict=False) if a in own and c in own}
+        return {b: own.get(b) or safe[b] for b in every if b in own or b not in between}
 
     @functools.cached_property
     def _rows(self) -> dict[tuple[str, str, str, int, str], dict[int, Cell]]:
