@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from kda_backend import MODES
 from kda_backend.gate import OPTIONS, decide, write_table
 from kda_backend.gate.cells import GATES
+from kda_backend.gate.folders import PACKAGED
 from kda_backend.lanes import Target
 from kda_kernels import FORMS, KdaShape
 from kda_tooling.cli import app
@@ -93,7 +94,7 @@ class TestExplain:
         [
             (["--tree"], "unfused+ring", "these tokens have parents (a tree)"),
             (["--ragged"], "unfused+ring", "these lengths differ"),
-            (["--mode", "snapshots", "--heads", "3"], "unfused", "no table was measured"),
+            (["--mode", "snapshots", "--heads", "3"], "unfused", "no table gives a verdict"),
             (["--arch", "75"], "reference", "kernels need sm80 or later, this is sm75"),
             (["--arch", "hip"], "unfused+ring", "on hip"),
             (["--option", "fold-on-verify", "--gate", "standard", "--dtype", "float16"], "fused+ring", "lone request"),
@@ -182,7 +183,8 @@ class TestShow:
         assert "kda tune --heads 8 --hv-heads 8" in output
         assert "safe gate, recurrent, ring, plain" in output
         assert "safe gate, chunked, ring, plain" in output
-        assert "4 F 0.50 F 0.50 U 1.50 U 0.50 x" in output
+        assert "B T=4 " in output
+        assert " 1 F 0.50 4 F 0.50 16 U 1.50 64 U 0.50 x " in output.replace("├", "").replace("─", "")
         (by_file,) = folder.iterdir()
         assert words(run("show", str(by_file))) == output
 
@@ -197,7 +199,7 @@ class TestShow:
         assert json.loads(result.stdout) == shown
         picture = ["--plot", str(tmp_path / "gate.png")]
         assert "draws one table, and 2 are given" in words(run("show", *files, *picture, code=2))
-        assert "one would overwrite the other" in words(run("show", *files, "--json", files[1], code=2))
+        assert "has a gate table's name" in words(run("show", *files, "--json", files[1], code=2))
         assert "nowhere.json" in words(run("show", *files, "nowhere.json", code=2))
 
     def test_json_has_verdicts_ratios_and_doubts(self, tmp_path: Path) -> None:
@@ -296,7 +298,33 @@ class TestShow:
 
     def test_the_picture_must_not_overwrite_the_table(self, folder: Path) -> None:
         (path,) = folder.iterdir()
-        assert "one would overwrite the other" in words(run("show", str(path), "--json", str(path), code=2))
+        link, before = folder / "link.json", path.read_text()
+        link.symlink_to(path)
+        for output in (path, link):
+            assert "has a gate table's name" in words(run("show", str(path), "--json", str(output), code=2))
+        assert path.read_text() == before
+
+    @pytest.mark.parametrize("arguments", [["show"], ["explain", "--batch", "1", "--draft-tokens", "4"]])
+    def test_nothing_is_written_onto_the_table_that_is_read(self, folder: Path, arguments: list[str]) -> None:
+        """Wherever it lies: in the user's folder, or among the packaged ones."""
+        (own,), (packaged, *_) = folder.iterdir(), sorted(Path(PACKAGED).iterdir())
+        device = HERE if arguments[0] == "explain" else HERE[:2]
+        for table in (own, packaged):
+            before = table.read_bytes()
+            said = runner.invoke(
+                app, ["gate", *arguments, *device, "--json", str(table)], env={"KDA_GATE_TABLES": str(folder)}
+            )
+            assert said.exit_code == 2
+            assert table.read_bytes() == before
+
+    def test_every_ratio_of_a_packaged_table_fits_80_columns(self) -> None:
+        said = runner.invoke(app, ["gate", "show", "--device-name", H200], env={"COLUMNS": "80"})
+        assert "…" not in said.output
+        assert said.output.count(" F ") + said.output.count(" U ") > 700
+
+    def test_a_picture_that_cannot_be_written_is_refused(self, folder: Path) -> None:
+        output = words(run("show", "--device-name", H200, "--tables", str(folder), "--plot", "/proc/x.png", code=2))
+        assert "/proc/x.png" in output
 
     def test_other_heads_are_another_file(self, folder: Path) -> None:
         write_table(a_table(a_cell(), shape=KdaShape(4, 8)), folder)

@@ -44,6 +44,10 @@ def timed(batch: int, group: str = "recurrent ring T=4", **us: float) -> dict[st
     return {"group": group, "draft_tokens": 4, "batch": batch, "arms": {names[one]: time for one, time in us.items()}}
 
 
+MIXED = timed(2, unfused=1.0) | {"draft_tokens": 3}
+"""A cell whose group is of another length."""
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
     """A table with the fused lane at B = 1 and 2 and the unfused one at 4, each in its one configuration."""
@@ -143,7 +147,22 @@ def test_runs_of_a_table_are_judged_together(folder: Path) -> None:
     [
         ({"table": "H=8.json"}, "table must be a gate table's name, got 'H=8.json'"),
         ({"machine": {}}, "machine or draft_tokens of a cell: TypeError"),
-        ({"machine": MACHINE | {"sm": "90"}}, "machine.sm must be an integer"),
+        *(({"machine": MACHINE | {"sm": sm}}, "machine.sm must be an integer") for sm in ("90", True, -3, 70)),
+        *(({"machine": MACHINE | {"gpu": gpu}}, "machine.gpu a name") for gpu in (5, None)),
+        ({"machine": MACHINE | {"gpu": "NVIDIA H100"}}, "table must be that of machine.gpu, H=8,HV=8,K=128,V=128,dev"),
+        ({"machine": [1]}, "machine or draft_tokens of a cell: TypeError"),
+        *(
+            ({"cells": [timed(1, fused=1.0, unfused=1.0) | {"draft_tokens": t}]}, "draft_tokens")
+            for t in (0, 3.9, 1e400, True, "4", 1 << 40)
+        ),
+        ({"cells": [timed(1, unfused=1.0), timed(2, "recurrent ring T=3", unfused=1.0)]}, "must be one such as"),
+        ({"cells": [timed(1, unfused=1.0), MIXED]}, "cells[1].draft_tokens must be that of its group"),
+        ({"cells": [timed(1, unfused=1.0) | {"group": [1]}]}, "cells[0].group must be one such as"),
+        ({"cells": [timed(1, unfused=1.0) | {"batch": True}]}, "cells[0].batch must be a number of requests"),
+        *(
+            ({"cells": [timed(1, unfused=1.0) | {"arms": {UNFUSED: 2.0, arm: 1.0}}]}, "cells[0].arms must be named by")
+            for arm in ("kda ", "kda", "", "kda fused+ring [/red]")
+        ),
         ({"cells": [{"group": "x"}]}, "draft_tokens of a cell: KeyError 'draft_tokens'"),
         ({"cells": [timed(1, "recurrent ring T=5", fused=1.0)]}, "cells[0].group must be one such as"),
         ({"cells": [timed(0, unfused=1.0)]}, "cells[0].batch must be a number of requests"),
@@ -194,7 +213,7 @@ def test_no_result_is_written_onto_a_table(folder: Path, command: list[str]) -> 
         app, ["gate", *command, "--tables", str(folder), "--json", str(table)], env={"COLUMNS": "250"}
     )
     assert said.exit_code == 2
-    assert "is in --tables, whose files are gate tables" in said.output
+    assert "has a gate table's name, and only kda tune writes those" in said.output
     assert table.read_text() == before
 
 
@@ -248,10 +267,23 @@ def test_a_folder_that_is_not_there_is_refused_by_its_option(tmp_path: Path, com
         assert "Invalid value for '--tables'" in said.output
 
 
+def test_a_run_that_is_given_twice_is_refused(folder: Path, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.json", "two.json")]
+    for file in files:
+        file.write_text(json.dumps(a_run(timed(1, unfused=4.0, fused=2.0))))
+    for other in (files[0], files[1], tmp_path / ".." / tmp_path.name / "one.json"):
+        arguments = ["gate", "rejudge", str(files[0]), str(other), "--tables", str(folder)]
+        said = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})
+        assert said.exit_code == 2
+        assert "it is the same run as" in said.output
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    for file in (broken, tmp_path / "missing.json", tmp_path):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 200_000)
+    for file in (broken, deep, tmp_path / "missing.json", tmp_path):
         said = CliRunner().invoke(app, ["gate", "rejudge", str(file)], env={"COLUMNS": "250"})
         assert said.exit_code == 2
         assert file.name in said.output

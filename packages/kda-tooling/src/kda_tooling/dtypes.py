@@ -1,9 +1,14 @@
-"""Names of the activation dtypes: short ones in commands that time and compile, torch's in gate tables.
+"""Names of the activation dtypes, short ones in commands that time and compile, torch's in gate tables; and of those.
 
 No torch here, so that ``--help`` need not import it.
 """
 
 from __future__ import annotations
+
+import re
+
+TABLE_NAME = re.compile(r"H=(\d+),HV=(\d+),K=(\d+),V=(\d+),device_name=.+,dtype=(\w+)\.json")
+"""A gate table's file: H, HV, K, V and the long name of the dtype; see `kda_backend.gate.table_name`."""
 
 LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 
 from kda_tooling.commands.memory import MOST
 from kda_tooling.commands.options import FORMS, LongDtype, refuse, rename_shape_fields
-from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
+from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ def explain(
     ):  # fmt: skip
         _one_of(name, value, allowed)
     check_outputs({"--json": json_file})
-    check_no_table(json_file, tables)
     import torch
 
     from kda_backend.gate import CellKey, decide
@@ -226,7 +225,6 @@ def show(
     read: list[Path | None] = [*files] if files else [None]
     for file in read:
         check_outputs({"--plot": picture, "--json": json_file}, {"FILE": file})
-    check_no_table(json_file, tables)
     if picture is not None and len(read) > 1:
         raise refuse("--plot", f"draws one table, and {len(read)} are given.")
     from kda_backend.gate import load_table
@@ -242,6 +240,8 @@ def show(
             plot(loaded[0], picture)
     except ValueError as error:
         raise typer.BadParameter(plain(error)) from None
+    except OSError as error:
+        raise refuse("--plot", f"{picture} cannot be written: {error.strerror}; name another file.") from None
     for table in loaded:
         _show_table(table, None if is_stdout(json_file) else console_for(json_file))
     if picture is not None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.options import check_distinct, check_output_file, refuse
+from kda_tooling.dtypes import TABLE_NAME
 
 PIPE_WIDTH = 200
 """Columns where no terminal says how many there are: tables are not cropped to 80."""
@@ -29,7 +30,7 @@ def console_for(*files: Path | None) -> Console:
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None) -> None:
-    """Refuse output files that cannot be written, two that are one, and one that is also read.
+    """Refuse output files that cannot be written or are named as a gate table, two that are one, and one also read.
 
     Args:
         outputs: option -> file.
@@ -43,15 +44,9 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path 
     files = {option: file for option, file in outputs.items() if file is not None and not is_stdout(file)}
     for option, file in files.items():
         check_output_file(option, file)
+        if TABLE_NAME.fullmatch(file.resolve().name):
+            raise refuse(option, f"{file} has a gate table's name, and only kda tune writes those: name another file.")
     check_distinct({**(inputs or {}), **files})
-
-
-def check_no_table(output: Path | None, tables: Path | None) -> None:
-    """Refuse ``--json`` onto a file that is in the folder ``tables``. Raises ``typer.BadParameter``."""
-    if output is None or is_stdout(output) or tables is None or not output.exists():
-        return
-    if output.resolve().parent == tables.resolve():
-        raise refuse("--json", f"{output} is in --tables, whose files are gate tables: give a file elsewhere.")
 
 
 def write_output(file: Path | None, text: str) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from kda_tooling.commands.gate import HeadKDim, Heads, HeadVDim, HvHeads, gate
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import ShortDtype, rename_shape_fields, require_gpu
-from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, is_stdout, write_json
+from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
 from kda_tooling.commands.tune import (
     EVERY_FORM,
     EVERY_MODE,
@@ -93,7 +93,6 @@ def regret(
     except ValueError as error:
         raise typer.BadParameter(rename_shape_fields(str(error))) from None
     check_outputs({"--json": json})
-    check_no_table(json, tables)
     require_gpu("kda gate regret", READ_ANYWHERE)
     if not batch_sizes:
         settings = replace(settings, batch_sizes=tuple(sorted({*usual_sizes_here(settings), *BETWEEN})))

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 
 from kda_tooling.commands.gate import gate
 from kda_tooling.commands.options import refuse
-from kda_tooling.commands.outputs import check_no_table, check_outputs, console_for, write_json
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.commands.regret import MOST, USUAL, show, to_dict, too_slow
 from kda_tooling.terminal import plain
 
@@ -47,18 +47,24 @@ def rejudge(
     from kda_tooling.tuning.rejudged import joined
     from kda_tooling.tuning.rejudged import rejudge as judge
 
-    check_outputs({"--json": json}, {f"run {run}": run for run in runs})
-    check_no_table(json, tables)
+    for run in runs:
+        check_outputs({"--json": json}, {"RUNS": run})
     folder = Path(PACKAGED) if tables is None else tables
     of_table: dict[str, dict[str, RegretResult]] = {}
+    read: dict[str, Path] = {}
     for run in runs:
         try:
-            result = judge(loads(run.read_text(encoding="utf-8")), folder)
+            text = run.read_text(encoding="utf-8")
+            if (same := read.setdefault(text, run)) is not run:
+                raise ValueError(f"it is the same run as {same}, whose cells count once")
+            result = judge(loads(text), folder)
             of_table.setdefault(result.table, {})[str(run)] = result
         except TableError as error:
             raise refuse("--tables", f"{error}.") from None
         except JSONDecodeError as error:
             raise refuse("RUNS", f"{run} is not JSON: {error}.") from None
+        except RecursionError:
+            raise refuse("RUNS", f"{run} is no result of kda gate regret --json: it is nested too deep.") from None
         except (OSError, ValueError) as error:
             raise refuse("RUNS", f"{run}: {error}.") from None
     try:

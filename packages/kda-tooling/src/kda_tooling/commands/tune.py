@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         cls=ManyValuesCommand,
         epilog="Examples: [bold]kda tune --heads 16 --hv-heads 16 --into tables[/bold], [bold]kda tune --draft-tokens "
-        "3 4 --batch-sizes 1 4 16 64 --form recurrent --mode ring --into tables --resume[/bold]. Then "
+        "3 4 --form recurrent --mode ring --into tables --resume[/bold]. Then "
         "KDA_GATE_TABLES=tables has the gate read it.",
     )(tune)
 

@@ -72,16 +72,16 @@ def cell_text(table: Table, cell: Cell) -> str:
 
 
 def rich_tables(table: Table) -> list[RichTable]:
-    """One table per grid: T down, B across."""
+    """One table per grid: B down, of which there are many, T across."""
     made = []
     for grid in grids(table):
         one = RichTable(title=grid.title, title_justify="left")
-        one.add_column("T", justify="right")
-        for batch in grid.batches:
-            one.add_column(f"B={batch}", justify="right", no_wrap=True)
+        one.add_column("B", justify="right", no_wrap=True)
         for t in grid.draft_tokens:
-            row = [Text(str(t))]
-            for batch in grid.batches:
+            one.add_column(f"T={t}", justify="right", no_wrap=True)
+        for batch in grid.batches:
+            row = [Text(str(batch))]
+            for t in grid.draft_tokens:
                 cell = grid.cells.get((t, batch))
                 style = "" if cell is None else STYLES["fused" if is_fused(table, cell) else "unfused"]
                 row.append(Text("" if cell is None else cell_text(table, cell), style=style))

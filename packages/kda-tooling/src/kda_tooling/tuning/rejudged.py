@@ -8,18 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from kda_backend.gate import load_table
-from kda_backend.gate.cells import GATES, OPTIONS, is_time
+from kda_backend.gate.cells import GATES, MOST_DRAFT_TOKENS, OPTIONS, is_time, whole
 from kda_backend.gate.decisions import SOURCES
+from kda_backend.lanes import OLDEST_ARCH
 from kda_kernels import KdaShape
 from kda_tooling.bench.arms import OURS, config_name
 from kda_tooling.bench.machine import Machine
-from kda_tooling.dtypes import short_dtype
+from kda_tooling.dtypes import TABLE_NAME, short_dtype
 from kda_tooling.tuning.compiling import arm_of
 from kda_tooling.tuning.regret import Regret, RegretResult, decision_at, regret_of
 from kda_tooling.tuning.run import table_file
 from kda_tooling.tuning.settings import Group, TuneSettings
 
-TABLE_NAME = re.compile(r"H=(\d+),HV=(\d+),K=(\d+),V=(\d+),device_name=.+,dtype=(\w+)\.json")
+ARM = re.compile(r"\w+ [\w+]+( [\w.+-]+)*")
+"""An arm's name: owner, lane, and what else it is about."""
 
 LEAST_JUDGED = 0.5
 """Share of a run's cells below which nothing is said: a verdict over a few cells would be taken for one over all."""
@@ -87,25 +89,38 @@ def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], T
     *sizes, dtype = name.groups()
     try:
         machine = Machine(**run["machine"])
-        lengths = tuple(sorted({int(cell["draft_tokens"]) for cell in run["cells"]}))
+        for cell in run["cells"]:
+            whole("draft_tokens", cell["draft_tokens"], 1, MOST_DRAFT_TOKENS)
+        lengths = tuple(sorted({cell["draft_tokens"] for cell in run["cells"]}))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"machine or draft_tokens of a cell: {type(error).__name__} {error}") from None
-    if not isinstance(machine.sm, int) or not lengths:
-        raise ValueError("machine.sm must be an integer and cells must not be empty")
+    if not lengths:
+        raise ValueError("cells must not be empty")
+    if type(machine.sm) is not int or machine.sm < OLDEST_ARCH or not isinstance(machine.gpu, str):
+        raise ValueError(
+            f"machine.sm must be an integer from {OLDEST_ARCH} on and machine.gpu a name, got {machine.sm!r} and "
+            f"{machine.gpu!r}"
+        )
     settings = TuneSettings(
         KdaShape(*map(int, sizes)), short_dtype(dtype), gates=GATES, options=OPTIONS, draft_tokens=lengths
     )
+    if (own := table_file(settings, machine, Path()).name) != run["table"]:
+        raise ValueError(f"table must be that of machine.gpu, {own}, got {run['table']}")
     groups = {str(group): group for group in settings.groups()}
     cells: dict[tuple[Group, int], Times] = {}
     for number, cell in enumerate(run["cells"]):
         group, batch, arms = (cell.get(key) for key in ("group", "batch", "arms"))
         where = f"cells[{number}]"
-        if group not in groups:
+        if not isinstance(group, str) or group not in groups:
             raise ValueError(f"{where}.group must be one such as {next(iter(groups))!r}, got {group!r}")
-        if not isinstance(batch, int) or batch < 1 or (groups[group], batch) in cells:
+        if groups[group].draft_tokens != cell["draft_tokens"]:
+            raise ValueError(f"{where}.draft_tokens must be that of its group, {group}, got {cell['draft_tokens']}")
+        if type(batch) is not int or batch < 1 or (groups[group], batch) in cells:
             raise ValueError(f"{where}.batch must be a number of requests, each once in a group, got {batch!r}")
         if not isinstance(arms, dict) or not all(type(us) in (int, float) and is_time(us) for us in arms.values()):
             raise ValueError(f"{where}.arms must be microseconds above 0 by arm")
+        if not all(ARM.fullmatch(arm) for arm in arms):
+            raise ValueError(f"{where}.arms must be named by owner, lane and what else, got {', '.join(arms)[:200]}")
         if not any(arm.startswith(f"{OURS} {groups[group].lanes[0]} ") for arm in arms):
             raise ValueError(f"{where}.arms has none of {OURS} {groups[group].lanes[0]}")
         cells[groups[group], batch] = arms
