@@ -6,7 +6,9 @@ from functools import partial
 
 from tests.mutants.table import Mutant
 
-CELLS, BUCKETS, FOLDERS, DECISIONS = (f"gate/{name}.py" for name in ("cells", "buckets", "folders", "decisions"))
+CELLS, TABLE, BUCKETS, FOLDERS, DECISIONS = (
+    f"gate/{name}.py" for name in ("cells", "table", "buckets", "folders", "decisions")
+)
 VERDICT, LOOK_UP = "test_gate_table.py::TestVerdict::", "test_gate_decide.py::TestBuckets::"
 _mutant = partial(Mutant, package="kda_backend")
 
@@ -90,6 +92,14 @@ GATE_MUTANTS = (
         "    if len(verdicts) > 2:",
         LOOK_UP + "test_another_device_of_the_architecture",
         "near a change of lane another device says nothing about this one",
+    ),
+    _mutant(
+        "safe-gate-s-cells-between-the-standard-gate-s",
+        TABLE,
+        "if b in own or b not in between}",
+        "if b in own or b not in own}",
+        "test_gate_decide.py::TestLookUp::test_the_standard_gate_s_own_cells_on_both_sides_of_a_batch_say_more_than_the_safe_gate_s",
+        "a lane that is known to differ beside a batch size would be taken at it",
     ),
     _mutant(
         "other-device-asks-its-neighbours-alone",
