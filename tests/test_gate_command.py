@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kda_backend import MODES
 from kda_backend.gate import OPTIONS, decide, write_table
-from kda_backend.gate.cells import GATES
+from kda_backend.gate.cells import GATES, MOST_DRAFT_TOKENS
 from kda_backend.gate.folders import PACKAGED
 from kda_backend.lanes import Target
 from kda_kernels import FORMS, KdaShape
@@ -173,6 +173,7 @@ class TestExplain:
 
     def test_options_are_those_of_the_library(self) -> None:
         assert (command.MODES, command.GATES, command.OPTIONS) == (MODES, GATES, OPTIONS)
+        assert command.MOST_DRAFT_TOKENS == MOST_DRAFT_TOKENS
 
 
 class TestShow:

@@ -182,6 +182,15 @@ class TestTrust:
         ask(packaged, draft_tokens=3, environ={"KDA_GATE_TABLES": str(own)})
         assert f"--into '{own}', then KDA_GATE_TABLES='{own}'" in caplog.records[0].getMessage()
 
+    @pytest.mark.parametrize(
+        ("target", "said"), [(SM90, "what is known of other sm90 GPUs or the "), (Target("hip"), "the ")]
+    )
+    def test_what_chooses_until_then(
+        self, packaged: Path, target: Target, said: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ask(packaged, target=target)
+        assert f"bfloat16: {said}conservative rule chooses the lanes" in caplog.records[0].getMessage()
+
     @pytest.mark.parametrize("target", [Target("interpreter"), Target("cpu")])
     def test_nobody_is_told_to_tune_where_kernels_are_not_compiled(
         self, packaged: Path, target: Target, caplog: pytest.LogCaptureFixture

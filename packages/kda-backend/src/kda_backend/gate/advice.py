@@ -53,11 +53,12 @@ def warn_of_missing_figures(question: Question, lacks: list[str]) -> None:
         kind = f"--form {question.form} --mode {question.mode}"
         kind += f" --option {question.option}" if question.option != OPTIONS[0] else ""
         kind += f" --gate {gate}" if gate != "safe" else ""
+    others = f"what is known of other {question.target} GPUs or " if question.target.backend == "cuda" else ""
     warn_once(
         "missing figures",
-        "%s for %s with H=%d, HV=%d, K=%d, V=%d, %s: what is known of other %s GPUs or the conservative rule chooses "
-        "the lanes. To measure them on this GPU: %s, then %s=%s (docs/gate.md)",
+        "%s for %s with H=%d, HV=%d, K=%d, V=%d, %s: %sthe conservative rule chooses the lanes. To measure them on "
+        "this GPU: %s, then %s=%s (docs/gate.md)",
         missing, question.device_name, shape.num_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, dtype,
-        question.target, tune_command(shape, question.draft_tokens, question.dtype, kind=kind, into=into), TABLES,
+        others, tune_command(shape, question.draft_tokens, question.dtype, kind=kind, into=into), TABLES,
         shlex.quote(into),
     )  # fmt: skip

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from kda_backend.gate import Decision, Table
     from kda_kernels import KdaShape
 
+MOST_DRAFT_TOKENS = 4096
 MODES = ("ring", "snapshots")
 GATES = ("safe", "standard")
 OPTIONS = ("plain", "fold-on-verify", "compact-window", "fold-on-verify+compact-window")
-"""`kda_backend.MODES` and those of `kda_backend.gate`, here so that ``--help`` need not import torch."""
+"""`kda_backend.MODES` and the rest of `kda_backend.gate.cells`, here so that ``--help`` need not import torch."""
 
 OPTION_WORDS = f"{', '.join(OPTIONS[:3])}, or the last two joined by +"
 """`OPTIONS` in words that fit the help of a terminal of 80 columns, which cuts longer ones off."""
@@ -111,7 +112,7 @@ def _target(arch: str | None, device_name: str | None) -> Target:
 
 def explain(
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Requests in the batch, B.")],
-    draft_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens verified per request, T.")],
+    draft_tokens: Annotated[int, typer.Option(min=1, max=MOST_DRAFT_TOKENS, help="Tokens verified per request, T.")],
     heads: Heads = 8,
     hv_heads: HvHeads = None,
     head_k_dim: HeadKDim = 128,
