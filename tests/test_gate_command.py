@@ -19,9 +19,9 @@ from kda_backend.lanes import Target
 from kda_kernels import FORMS, KdaShape
 from kda_tooling.cli import app
 from kda_tooling.commands import gate as command
-from kda_tooling.dtypes import LONG_NAMES
 from kda_tooling.gate.grid import grids
 from kda_tooling.gate.picture import draw
+from kda_tooling.names import LONG_NAMES
 from tests.support.broken_tables import BROKEN
 from tests.support.tables import CLOSED, H200, SHAPE, a_cell, a_table, cells
 

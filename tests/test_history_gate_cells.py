@@ -12,10 +12,10 @@ from benchmarks import store
 from kda_backend import LANES
 from kda_backend.gate import CellKey
 from kda_kernels import KdaShape
-from kda_tooling.dtypes import long_dtype
 from kda_tooling.history import gate_cells
 from kda_tooling.history.gate_cells import DEFAULTS, NEEDED, GatePlace, gate_place, machine_name, of_machine
 from kda_tooling.history.reading import CellName
+from kda_tooling.names import long_dtype
 from tests.support.histories import LATENCY, RING
 from tests.support.tables import a_table
 

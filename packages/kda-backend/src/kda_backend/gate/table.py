@@ -184,10 +184,7 @@ class Table:
         The standard gate takes the safe gate's cells for every B at which it has none of its own: tables state it where
         it differs. Not where the B before and the B after are its own: those know more of the B between them.
         """
-        safe = self._rows.get((form, mode, option, draft_tokens, "safe"), {})
-        if gate == "safe":
-            return dict(sorted(safe.items()))
-        own = self._rows.get((form, mode, option, draft_tokens, gate), {})
+        safe, own = (self._rows.get((form, mode, option, draft_tokens, one), {}) for one in ("safe", gate))
         every = sorted({*safe, *own})
         between = {b for a, b, c in zip(every, every[1:], every[2:], strict=False) if a in own and c in own}
         return {b: own.get(b) or safe[b] for b in every if b in own or b not in between}

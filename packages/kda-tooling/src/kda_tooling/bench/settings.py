@@ -12,7 +12,7 @@ import torch
 
 from kda_backend import LANES, lane_mode
 from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
-from kda_tooling.dtypes import LONG_NAMES
+from kda_tooling.names import LONG_NAMES
 
 KINDS = ("verify", "round", "commit")
 DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for short, name in LONG_NAMES.items()}

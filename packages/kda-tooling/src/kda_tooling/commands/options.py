@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kda_tooling.dtypes import LONG_NAMES, short_dtype
+from kda_tooling.names import LONG_NAMES, short_dtype
 from kda_tooling.ranks import Ranks
 
 LANES = ("unfused", "unfused+ring", "fused", "fused+ring")

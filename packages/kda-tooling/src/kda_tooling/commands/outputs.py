@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.options import check_distinct, check_output_file, refuse
-from kda_tooling.dtypes import TABLE_NAME
+from kda_tooling.names import TABLE_NAME
 
 PIPE_WIDTH = 200
 """Columns where no terminal says how many there are: tables are not cropped to 80."""

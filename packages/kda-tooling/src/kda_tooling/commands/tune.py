@@ -21,7 +21,7 @@ from kda_tooling.commands.options import (
     require_gpu,
 )
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
-from kda_tooling.dtypes import long_dtype
+from kda_tooling.names import long_dtype
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:

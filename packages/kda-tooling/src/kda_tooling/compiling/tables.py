@@ -10,7 +10,7 @@ from kda_backend.gate.cells import COMPACT_WINDOW, FOLD_ON_VERIFY, GATES
 from kda_kernels.aot import TARGETS
 from kda_tooling.compiling.budget import Limits
 from kda_tooling.compiling.specs import CompileSpec, Specs
-from kda_tooling.dtypes import short_dtype
+from kda_tooling.names import short_dtype
 
 
 def load_tables(folder: Path) -> list[Table]:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from kda_backend.gate import OPTIONS, CellKey, Table
 from kda_backend.lanes import LANES, lane_mode
 from kda_kernels import KdaShape
-from kda_tooling.dtypes import long_dtype
 from kda_tooling.history.reading import CellName
+from kda_tooling.names import long_dtype
 
 VERIFY_BENCHMARKS = ("ring_latency.RingLatency.track_verify", "lane_latency.LaneLatency.track_verify")
 """asv's names of what times a verify per lane, us per layer: it decides cells of option "plain".

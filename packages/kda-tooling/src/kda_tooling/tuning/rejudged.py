@@ -14,7 +14,7 @@ from kda_backend.lanes import OLDEST_ARCH
 from kda_kernels import KdaShape
 from kda_tooling.bench.arms import OURS, config_name
 from kda_tooling.bench.machine import Machine
-from kda_tooling.dtypes import TABLE_NAME, short_dtype
+from kda_tooling.names import TABLE_NAME, short_dtype
 from kda_tooling.tuning.compiling import arm_of
 from kda_tooling.tuning.regret import Regret, RegretResult, decision_at, regret_of
 from kda_tooling.tuning.run import table_file

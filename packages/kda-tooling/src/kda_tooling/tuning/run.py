@@ -18,7 +18,7 @@ from kda_kernels import KdaShape
 from kda_tooling.bench.arms import config_name
 from kda_tooling.bench.machine import Machine, describe_machine
 from kda_tooling.bench.sweep import check_memory
-from kda_tooling.dtypes import long_dtype
+from kda_tooling.names import long_dtype
 from kda_tooling.tuning.capturing import SECONDS_PER_PASS
 from kda_tooling.tuning.compiling import Compiled, Compiling, Failure, candidate_jobs, compile_target
 from kda_tooling.tuning.measure import FINAL_PASSES, Measured, measure_group

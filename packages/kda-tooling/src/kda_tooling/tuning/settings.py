@@ -28,8 +28,9 @@ the fastest configuration and the faster lane change within less than a factor o
 cost up to 20 %, without 1.25 times each up to 12 %, without 1.75 times each (and with 1.25 up to 32 only) up to 15 %
 (docs/measured-facts.md)."""
 
-FULL_HALVES = (1, 2, 4, 6, 8)
-"""Waves of programs of half a head's value channels: one, and those that are one to four waves of whole heads."""
+FULL_WAVES = (0.5, 1, 2, 3, 4)
+"""Heads on every SM at which a batch size is worth a cell, as one more request is one wave more: of programs of half a
+head's value channels, and of whole heads'."""
 
 DEFAULT_DRAFT_TOKENS = (2, 3, 4, 5, 6, 7, 8)
 SAFE_BOUND = -5.0
@@ -74,7 +75,7 @@ def usual_batch_sizes(shape: KdaShape, multiprocessors: int) -> tuple[int, ...]:
         shape: head layout of a layer.
         multiprocessors: SMs of the GPU.
     """
-    ends = {halves * multiprocessors // (2 * shape.num_v_heads) for halves in FULL_HALVES}
+    ends = {int(waves * multiprocessors / shape.num_v_heads) for waves in FULL_WAVES}
     smallest, largest = DEFAULT_BATCH_SIZES[0], DEFAULT_BATCH_SIZES[-1]
     return tuple(sorted({*DEFAULT_BATCH_SIZES, *(end for end in ends if smallest <= end <= largest)}))
 

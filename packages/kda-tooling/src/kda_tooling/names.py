@@ -1,4 +1,4 @@
-"""Names of the activation dtypes, short ones in commands that time and compile, torch's in gate tables; and of those.
+"""Names of the activation dtypes, short where something is timed or compiled, torch's in gate tables, and of tables.
 
 No torch here, so that ``--help`` need not import it.
 """
