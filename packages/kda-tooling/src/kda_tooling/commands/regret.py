@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from kda_tooling.tuning.regret import RegretResult
     from kda_tooling.tuning.settings import TuneSettings
 
-BETWEEN = (9, 13, 18, 26, 44, 72)
+BETWEEN = (9, 11, 15, 19, 36, 72)
 """Batch sizes that are measured by default beside those that `kda tune` measures: most tables have none of them."""
 
 RegretSizes = Annotated[
     list[int] | None,
-    typer.Option("--batch-sizes", help="Requests per batch, B; default: those of kda tune, and 9 13 18 26 44 72."),
+    typer.Option("--batch-sizes", help="Requests per batch, B; default: those of kda tune, and 9 11 15 19 36 72."),
 ]
 
 USUAL, MOST, SHARE = 0.03, 0.06, 0.98

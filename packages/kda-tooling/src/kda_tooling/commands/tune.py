@@ -35,7 +35,7 @@ FAILURES_SHOWN = 20
 DraftTokens = Annotated[list[int], typer.Option(help="Tokens verified per request, T.")]
 BatchSizes = Annotated[
     list[int] | None,
-    typer.Option(help="Requests per batch, B; default: 28 sizes up to 256, and those that just fill the GPU's SMs."),
+    typer.Option(help="Requests per batch, B; default: 34 sizes up to 256, and those that just fill the GPU's SMs."),
 ]
 Forms = Annotated[list[str], typer.Option("--form", help=f"Of {', '.join(FORMS)}.")]
 Modes = Annotated[list[str], typer.Option("--mode", help=f"State modes: {', '.join(MODES)}.")]

@@ -21,12 +21,16 @@ from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
 from kda_tooling.bench.settings import DEFAULT_SHAPE, SweepSettings
 
 DEFAULT_BATCH_SIZES = (
-    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256,
+    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 13, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 40, 44, 48, 56, 64, 80, 96, 112, 128,
+    160, 192, 224, 256,
 )  # fmt: skip
-"""Powers of two, 3, and from 4 on 1.25, 1.5 and 1.75 times each. Where programs come to need another wave on the SMs,
-the fastest configuration and the faster lane change within less than a factor of 1.25: choices between powers alone
-cost up to 20 %, without 1.25 times each up to 12 %, without 1.75 times each (and with 1.25 up to 32 only) up to 15 %
-(docs/measured-facts.md)."""
+"""Up to 32 what SGLang captures with drafts (sglang/srt/arg_groups/cuda_graph_hook.py of 0.5.23), and 13; from there on
+powers of two and 1.25, 1.5 and 1.75 times each, and 44.
+
+Where programs come to need another wave on the SMs, the fastest configuration and the faster lane change within less
+than a factor of 1.25. Choices between powers alone cost up to 20 %, without 1.25 times each up to 12 %, without 1.75
+times each (and with 1.25 up to 32 only) up to 15 %, without 13 up to 7 % (docs/measured-facts.md).
+"""
 
 FULL_WAVES = (0.5, 1, 2, 3, 4)
 """Heads on every SM at which a batch size is worth a cell, as one more request is one wave more: of programs of half a
