@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from kda_backend import LANES, MODES, Target, conservative_lane
 from kda_backend.gate import OPTIONS, SOURCES, Table, decide, decisions, folders, write_table
 from kda_backend.gate.advice import tune_command
+from kda_backend.gate.cells import MOST_TUNED_TOKENS
 from kda_backend.gate.decisions import forget_decisions
 from kda_backend.gate.env import process_settings
 from kda_backend.gate.folders import forget
@@ -198,6 +199,14 @@ class TestTrust:
         ask(packaged, target=target, device_name=str(target))
         ask(packaged, environ={"KDA_GATE": "off"})
         assert caplog.records == []
+
+    def test_nobody_is_told_to_tune_more_tokens_than_kda_tune_takes(
+        self, packaged: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ask(packaged, draft_tokens=MOST_TUNED_TOKENS + 1)
+        assert caplog.records == []
+        ask(packaged, draft_tokens=MOST_TUNED_TOKENS)
+        assert len(caplog.records) == 1
 
 
 class TestPurity:

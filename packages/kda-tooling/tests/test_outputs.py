@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,28 @@ def test_people_read_on_standard_error_beside_data() -> None:
     assert console_for().width >= 200
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full, a disk without space, is Linux's")
+needs_full_disk = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="/dev/full, a disk without space, is Linux's"
+)
+
+
+@needs_full_disk
 def test_a_full_disk_is_refused_by_name() -> None:
     with pytest.raises(typer.BadParameter, match="/dev/full cannot be written: No space left"):
         write_json(Path("/dev/full"), {"a": 1})
+
+
+@needs_full_disk
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["gate", "show", "--device-name", "NVIDIA H200"]])
+def test_standard_output_on_a_full_disk_ends_in_one_line(arguments: list[str]) -> None:
+    """Exit code 2: of some commands 1 is a verdict."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kda_tooling", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    said = "output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import errno
+import os
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -26,14 +28,32 @@ from kda_tooling.commands import (
 )
 from kda_tooling.terminal import tolerate_encodings
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
 
 class Commands(TyperGroup):
-    """The commands, whose output any terminal encoding takes."""
+    """The commands, whose output any terminal encoding takes, and a full disk ends in one line."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run; where standard output has no space left, exit with 2, since 1 may mean something else."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in NO_SPACE or error.filename is not None:
+                raise
+            _no_space(error)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the streams before the first word, help included, is printed."""
         tolerate_encodings()
         return super().make_context(*args, **kwargs)
+
+
+def _no_space(error: OSError) -> NoReturn:
+    """Say it, and have the interpreter flush what is left to nowhere."""
+    typer.echo(f"output cannot be written: {error.strerror}", err=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    raise SystemExit(2)
 
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kda_backend.gate.cells import OPTIONS
+from kda_backend.gate.cells import MOST_TUNED_TOKENS, OPTIONS
 from kda_backend.gate.env import TABLES
 from kda_backend.gate.folders import warn_once
 from kda_kernels import KdaShape
@@ -34,15 +34,17 @@ def tune_command(
 
 
 def warn_of_missing_figures(question: Question, lacks: list[str]) -> None:
-    """Say once per process what no table of this GPU has, and how it is measured; nobody tunes the interpreter.
+    """Say once per process what no table of this GPU has, and how it is measured.
 
-    `kda gate explain` says it of every question.
+    `kda gate explain` says it of every question. Nothing is said of what nobody measures: Triton's interpreter, no
+    requests, or more tokens than `kda tune` takes.
 
     Args:
         question: what was looked for.
         lacks: what each of the device's tables says it lacks; empty where it has none.
     """
-    if question.target.backend not in ("cuda", "hip") or not question.batch:
+    tuned = question.target.backend in ("cuda", "hip")
+    if not tuned or not question.batch or question.draft_tokens > MOST_TUNED_TOKENS:
         return
     shape, into = question.shape, question.settings.folder or "tables"
     dtype = str(question.dtype).removeprefix("torch.")

@@ -25,6 +25,8 @@ DECIMALS = 3
 MOST_US = 1e9
 MOST_BATCH = 1 << 20
 MOST_DRAFT_TOKENS = 1 << 12
+MOST_TUNED_TOKENS = 64
+"""The largest T that `kda tune` measures."""
 
 
 def option_name(*, fold_on_verify: bool = False, compact_window: bool = False) -> str:

@@ -57,7 +57,7 @@ def settings_of(environ: Mapping[str, str]) -> Settings:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(lane: str, gate: str, tables: str) -> Settings:
-    lane, gate = lane.strip(), gate.strip().lower()
+    lane, gate = lane.strip().lower(), gate.strip().lower()
     if lane not in ("", *FORCEABLE):
         raise ValueError(f"{LANE} must be one of {FORCEABLE}, got {lane!r}: correct or unset it")
     if gate not in ("", ON, OFF):

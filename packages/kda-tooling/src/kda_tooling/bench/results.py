@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from kda_backend.gate.cells import MOST_TUNED_TOKENS
 from kda_kernels import KdaShape
 from kda_tooling.bench.fields import check_number, check_text, check_type, checked_fields
 from kda_tooling.bench.machine import Machine
-from kda_tooling.bench.settings import KINDS, MAX_BATCH, MAX_DRAFT_TOKENS, SweepSettings
+from kda_tooling.bench.settings import KINDS, MAX_BATCH, SweepSettings
 
 SCHEMA = 1
 OPTIONAL_SETTINGS = frozenset({"forms", "indices_ready", "fold_on_verify", "compact_window"})
@@ -167,7 +168,7 @@ def _cell(data: Any, where: str) -> Cell:
     cell = Cell(**{**given, "arms": arms})
     if cell.kind not in KINDS:
         raise ValueError(f"{where}: kind must be one of {', '.join(KINDS)}, got {cell.kind!r}")
-    check_number("draft_tokens", cell.draft_tokens, 1, MAX_DRAFT_TOKENS, where)
+    check_number("draft_tokens", cell.draft_tokens, 1, MOST_TUNED_TOKENS, where)
     check_number("batch", cell.batch, 1, MAX_BATCH, where)
     check_number("accept", cell.accept, 0, cell.draft_tokens, where)
     check_number("layers", cell.layers, 1, MOST_COUNT, where)

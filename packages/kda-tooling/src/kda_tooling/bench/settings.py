@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from kda_backend import LANES, lane_mode
+from kda_backend.gate.cells import MOST_TUNED_TOKENS
 from kda_kernels import FORMS, MAX_CHUNKED_TOKENS, KdaShape
 from kda_tooling.names import LONG_NAMES
 
 KINDS = ("verify", "round", "commit")
 DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for short, name in LONG_NAMES.items()}
 MAX_BATCH = 4096
-MAX_DRAFT_TOKENS = 64
 MAX_PASSES = 1001
 MAX_HEADS = 1024
 DEFAULT_SHAPE = KdaShape(8, 8, 128, 128)
@@ -75,7 +75,7 @@ class SweepSettings:
         if unknown or not self.lanes:
             raise ValueError(f"--modes must name lanes of {', '.join(LANES)}; got {', '.join(unknown) or 'none'}")
         for option, values, most in (
-            ("--batch-sizes", self.batch_sizes, MAX_BATCH), ("--draft-tokens", self.draft_tokens, MAX_DRAFT_TOKENS),
+            ("--batch-sizes", self.batch_sizes, MAX_BATCH), ("--draft-tokens", self.draft_tokens, MOST_TUNED_TOKENS),
         ):  # fmt: skip
             wrong = [str(value) for value in values if not 1 <= value <= most]
             if wrong or not values:
