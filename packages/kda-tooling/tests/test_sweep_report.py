@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kda_tooling.bench import tables as table_module
-from kda_tooling.bench.markdown import BEGIN, END, replace_block, results_block, results_markdown
+from kda_tooling.bench.markdown import BEGIN, END, replace_block, results_block, results_markdown, summary_markdown
 from kda_tooling.bench.results import SweepResult
 from kda_tooling.bench.settings import SweepSettings
 from kda_tooling.bench.tables import best_ratio, columns, header, tables
@@ -138,6 +138,31 @@ def test_markdown_of_other_settings(sweep_factory: Callable[..., SweepResult]) -
     assert "beside" not in text
     assert "| round, accept 2, T = 4 | kda fused | byte floor |" in text
     assert rows(text)[2][-1] == "-"  # the floor shown is that of ring lanes
+
+
+def test_the_summary_has_ours_over_theirs_at_every_batch_size(
+    example: SweepResult, sweep_factory: Callable[..., SweepResult]
+) -> None:
+    rounds = sweep_factory(SweepSettings(kind="round", batch_sizes=(1, 2)))
+    text = summary_markdown([example, rounds])
+    assert text.startswith(
+        "Times of the fastest ring lanes, ours over theirs, below 1 where ours is faster (Example GPU, "
+    )
+    assert "sglang 0.5.23" in text.splitlines()[0]
+    head, _, *lines = rows(text)
+    assert head == ["", "", *(f"B = {b}" for b in (1, 2, 4, 16, 64, 256))]
+    assert [line[:2] for line in lines] == [
+        [title, "best ours / best sglang"] for title in (*example.groups(), *rounds.groups())
+    ]
+    four = {cell.batch: best_ratio(cell, "sglang") for cell in example.groups()["verify, T = 4"]}
+    assert lines[0][2:] == [f"{four[b]:.2f}" if b in four else "-" for b in (1, 2, 4, 16, 64, 256)]
+
+
+def test_there_is_no_summary_without_a_peer(example: SweepResult, tmp_path: Path) -> None:
+    ours = [dataclasses.replace(c, arms=[a for a in c.arms if a.owner == "kda"]) for c in example.cells]
+    alone = dataclasses.replace(example, peers={}, cells=ours)
+    assert summary_markdown([alone]) == ""
+    assert results_block([(alone, tmp_path / "x.json")], tmp_path / "README.md").startswith("<details>")
 
 
 def test_only_the_part_between_the_markers_is_replaced_and_again_the_same(example: SweepResult, tmp_path: Path) -> None:

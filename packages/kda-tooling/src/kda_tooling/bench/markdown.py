@@ -42,6 +42,40 @@ def _provenance(result: SweepResult, source: str) -> str:
     )
 
 
+def summary_markdown(results: Sequence[SweepResult]) -> str:
+    """Our fastest ring lane's time over each peer's at every batch size; nothing where no peer's was measured.
+
+    Args:
+        results: sweeps, of one machine.
+    """
+    rows = [
+        (title, heading, {cell.batch: best_ratio(cell, peer, form) for cell in cells})
+        for result in results
+        for title, cells in result.groups().items()
+        for heading, peer, form in ratio_columns(result)
+    ]
+    rows = [row for row in rows if any(ratio is not None for ratio in row[2].values())]
+    if not rows:
+        return ""
+    batches = sorted({batch for _, _, ratios in rows for batch in ratios})
+    machine, peers = results[0].machine, {f"{n} {v}" for result in results for n, v in result.peers.items()}
+    lines = [
+        "Times of the fastest ring lanes, ours over theirs, below 1 where ours is faster "
+        f"({machine.gpu}, {machine.date}, {', '.join(sorted(peers))}):",
+        "",
+        "| | | " + " | ".join(f"B = {batch}" for batch in batches) + " |",
+        "|---|---|" + "--:|" * len(batches),
+    ]
+    for title, heading, ratios in rows:
+        texts = [title, heading.replace("|", r"\|"), *(_ratio(ratios.get(batch)) for batch in batches)]
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def _table(result: SweepResult, title: str, cells: list[Cell]) -> list[str]:
     lanes, ratios = columns(result), ratio_columns(result)
     heads = [title, *(f"{owner} {lane}" for owner, lane in lanes), "byte floor"]
@@ -58,8 +92,7 @@ def _row(cell: Cell, lanes: list[tuple[str, str]], ratios: list[tuple[str, str]]
     texts = [f"B = {cell.batch}", *(_text(arm, arm is not None and arm.median_us == least) for arm in best)]
     texts.append("-" if cell.ring_floor_us is None else f"{cell.ring_floor_us:.2f}")
     for peer, form in ratios:
-        ratio = best_ratio(cell, peer, form)
-        texts.append("-" if ratio is None else f"{ratio:.2f}")
+        texts.append(_ratio(best_ratio(cell, peer, form)))
     return "| " + " | ".join(texts) + " |"
 
 
@@ -77,7 +110,8 @@ def results_markdown(result: SweepResult, source: str) -> str:
 
 
 def results_block(results: Sequence[tuple[SweepResult, Path]], page: Path, picture: Path | None = None) -> str:
-    """The text between the markers of ``page``: every result with its tables, the picture, how to renew it all.
+    """The text between the markers of ``page``: ours over the peers' times, the picture, every table folded away, and
+    how to renew it all.
 
     Args:
         results: sweeps and the files they were read from.
@@ -89,11 +123,13 @@ def results_block(results: Sequence[tuple[SweepResult, Path]], page: Path, pictu
         return Path(os.path.relpath(path, page.parent)).as_posix()
 
     command = ["kda", "report", *(relative(source) for _, source in results), "--readme", page.name]
-    parts = [results_markdown(result, relative(source)) for result, source in results]
+    parts = [summary_markdown([result for result, _ in results])]
     if picture is not None:
         parts.append(f"![Latency against batch size: lanes, peers and byte floor]({relative(picture)})\n")
         command += ["--plot", relative(picture)]
-    return "\n".join([*parts, f"Renewed by `{' '.join(command)}`.\n"])
+    parts.append("<details><summary>Every lane in microseconds, the byte floor, and how it was measured</summary>\n")
+    parts += [results_markdown(result, relative(source)) for result, source in results]
+    return "\n".join([*filter(None, parts), f"</details>\n\nRenewed by `{' '.join(command)}`.\n"])
 
 
 def replace_block(text: str, block: str) -> str:

@@ -68,7 +68,7 @@ def draw(results: Sequence[SweepResult]) -> Figure:
     from matplotlib.figure import Figure
 
     panels = [(result, title, cells) for result in results for title, cells in result.groups().items()]
-    across = min(len(panels), 2)
+    across = min(len(panels), 2 if len(panels) <= 4 else 3)
     down = -(-len(panels) // across)
     figure = Figure(figsize=(6.2 * across + 0.6, 4.6 * down + 1.3), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False, sharey=True)
