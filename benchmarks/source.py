@@ -57,14 +57,11 @@ def measure(kind: str, folder: Path) -> list[Path]:
     written = []
     for number, arguments in enumerate(commands(kind)):
         path = folder / f"{kind}-{number}.json"
-        command = [sys.executable, "-m", "kda_tooling", *arguments]
-        if kind == "memory":  # prints its JSON
-            path.write_text(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-        else:
-            # what a command shows is no output of ours; its exit code 1 is about the figures, which it has written
-            done = subprocess.run([*command, str(path)], stdout=sys.stderr, check=False, timeout=TIMEOUT)
-            if done.returncode and not (kind == "regret" and done.returncode == 1 and path.is_file()):
-                raise subprocess.CalledProcessError(done.returncode, command)
+        command = [sys.executable, "-m", "kda_tooling", *arguments, str(path)]
+        # what a command shows is no output of ours; its exit code 1 is about the figures, which it has written
+        done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=TIMEOUT)
+        if done.returncode and not (kind == "regret" and done.returncode == 1 and path.is_file()):
+            raise subprocess.CalledProcessError(done.returncode, command)
         written.append(path)
     return written
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kda_backend import MODES
@@ -149,7 +150,7 @@ class TestExplain:
         assert message in words(output)
 
     def test_D6_what_must_be_named_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(command, "_gpu_here", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         asked = ["explain", "--batch", "1", "--draft-tokens", "4"]
         assert "torch sees no GPU here" in words(run(*asked, code=2))
         assert "must be given for the device 'NVIDIA H200'" in words(run(*asked, "--device-name", H200, code=2))
@@ -158,8 +159,6 @@ class TestExplain:
 
     @pytest.mark.gpu
     def test_by_default_it_is_the_gpu_here(self) -> None:
-        import torch
-
         data = explained("--batch", "2", "--draft-tokens", "4")
         major, minor = torch.cuda.get_device_capability()
         assert data["question"]["device_name"] == torch.cuda.get_device_name()

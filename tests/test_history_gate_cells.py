@@ -94,6 +94,8 @@ def test_a_sweep_s_column_states_the_form() -> None:
         (("fused+ring", "0", "16"), NAMES, LATENCY),
         (("fused chunked", "4", "16"), NAMES, LATENCY),
         (("fused+ring fold-on-verify", "4", "16"), NAMES, LATENCY),  # a round decides there
+        (("fused+ring chunked compact", "4", "16"), NAMES, LATENCY),
+        (("fused+ring", "4", "16", "compact-window"), (*NAMES, "option"), LATENCY),
         (("fused+ring", "4", "16", "7"), (*NAMES, "H"), LATENCY),
     ],
 )

@@ -57,6 +57,7 @@ def test_a_malformed_budget(flag: str, content: bytes, tmp_path: Path, monkeypat
         (["--write-budget", "--budget", "DIR"], "is a folder"),
         (["--write-budget", "--budget", "DIR/file/budget.json"], "is not a folder"),
         (["--write-budget", "--budget", "DIR/x.json", "--json", "DIR/x.json"], "is also the file of --budget"),
+        (["--new", "--budget", "DIR/x.json", "--json", "DIR/x.json"], "is also the file of --budget"),
         (["--json", "DIR/missing/x.json"], "is missing"),
     ],
 )

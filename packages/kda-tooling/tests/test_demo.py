@@ -86,6 +86,14 @@ def test_help_has_an_example(command: list[str]) -> None:
         (["--draft-tokens", "1000000000"], "'--draft-tokens': "),
         (["--ring-length", "1000000000"], "'--ring-length': "),
         (["--bytes", "1000000000"], "'--bytes': "),
+        (["--json", "DIR"], "is a folder"),
+        (["--json", "DIR/missing/report.json"], "is missing"),
+        (["--json", "MODEL/demo_model.safetensors"], "is also the file of --model"),
+        (["--json", "MODEL/demo_model.json"], "is also the file of --model"),
+        (
+            ["--prompt-file", "TEXT", "--prompt-file", "MODEL/demo_model.json", "--json", "TEXT"],
+            "is also the file of --prompt-file",
+        ),
         (["--nonsense"], "--nonsense"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -99,12 +107,17 @@ def test_wrong_arguments_exit_with_2_before_anything_runs(
     monkeypatch.setattr(demo_module, "run_demo", must_not_run)
     empty = tmp_path / "empty.py"
     empty.touch()
+    text = tmp_path / "text.py"
+    text.write_text("kept")
     given = [str(empty) if argument == "EMPTY" else argument for argument in arguments]
+    for name, path in {"DIR": tmp_path, "MODEL": tiny_folder, "TEXT": text}.items():
+        given = [argument.replace(name, str(path)) for argument in given]
     if "--model" not in given:
         given += ["--model", str(tiny_folder)]
     result = runner.invoke(app, ["demo", *given])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.replace("│", " ").split())
+    assert text.read_text() == "kept"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +155,28 @@ def test_where_no_model_can_be_saved_none_is_trained(
     assert (tmp_path / "FILE").read_text() == "kept"
 
 
+@pytest.mark.parametrize(
+    ("out", "file", "message"),
+    [
+        ("DIR", "DIR", "is a folder"),
+        ("DIR", "DIR/missing/metadata.json", "is missing"),
+        ("DIR", "DIR/demo_model.json", "is also the file of --out"),
+        ("DIR", "DIR/demo_model.safetensors", "is also the file of --out"),
+        ("DIR/new", "DIR/new", "is also the file of --out"),
+    ],
+)
+def test_where_the_metadata_cannot_be_written_no_model_is_trained(
+    out: str, file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "train_demo", None)
+    paths = [one.replace("DIR", str(tmp_path)) for one in (out, file)]
+    result = runner.invoke(app, ["train-demo", "--device", "cpu", "--out", paths[0], "--json", paths[1]])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert "'--json': " in words(result.output)
+    assert message in words(result.output)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("where", ["loss", "bits"])
 def test_a_diverged_model_is_not_saved(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if where == "bits":
@@ -158,7 +193,8 @@ def test_a_diverged_model_is_not_saved(where: str, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(training.KdaLanguageModel, "forward", forward)
         monkeypatch.setattr(training.time, "monotonic", lambda: next(clock, 7.0))
         monkeypatch.setattr(training, "Progress", NoProgress)
-    arguments = ["--minutes", "0.1" if where == "loss" else "0.0001", "--batch", "1", "--sequence", "64", "--json"]
+    arguments = ["--minutes", "0.1" if where == "loss" else "0.0001", "--batch", "1", "--sequence", "64"]
+    arguments += ["--json", "-"]
     result = runner.invoke(
         app, ["train-demo", "--out", str(tmp_path), "--device", "cpu", "--eval-bytes", "2000", *arguments]
     )
@@ -269,7 +305,7 @@ def test_a_small_run_end_to_end(tiny_folder: Path, tmp_path: Path, device: str) 
     text = tmp_path / "mine.py"
     text.write_text("abcabcabcabcab")
     arguments = ["--model", str(tiny_folder), "--prompt-file", str(text), "--bytes", "5", "--draft-tokens", "3"]
-    result = runner.invoke(app, ["demo", *arguments, "--device", device, "--processes", "1", "--json"])
+    result = runner.invoke(app, ["demo", *arguments, "--device", device, "--processes", "1", "--json", "-"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["identical"] == dict.fromkeys(LANES, True)
@@ -286,9 +322,9 @@ def test_a_small_run_end_to_end(tiny_folder: Path, tmp_path: Path, device: str) 
 
 
 @pytest.mark.parametrize("broken", ["text", "state", "faults"])
-@pytest.mark.parametrize("as_json", [True, False], ids=["json", "terminal"])
+@pytest.mark.parametrize("where", ["file", "-", None])
 def test_a_differing_lane_exits_with_1(
-    broken: str, as_json: bool, tiny_folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+    broken: str, where: str | None, tiny_folder: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def decode_all(settings: Any, requests: Sequence[Any], on_progress: Any) -> dict[str, Decoded]:
         results = {}
@@ -307,15 +343,16 @@ def test_a_differing_lane_exits_with_1(
         return results
 
     monkeypatch.setattr(demo_module, "_decode_all", decode_all)
-    flags = ["--json"] if as_json else []
+    path = tmp_path / "report.json"
+    flags = [] if where is None else ["--json", str(path) if where == "file" else "-"]
     result = runner.invoke(app, ["demo", "--model", str(tiny_folder), "--device", device, *flags])
     assert result.exit_code == 1, result.output
-    assert "differs from plain decoding, or its kernels counted faults" in result.output
-    if as_json:
-        report = json.loads(result.stdout)
+    shown = result.stderr if where == "-" else result.stdout
+    assert "differs from plain decoding, or its kernels counted faults" in words(shown)
+    assert ("NO" in shown) == (broken != "faults")
+    if where is not None:
+        report = json.loads(result.stdout if where == "-" else path.read_text())
         assert report["identical"] == {lane: not (broken == "text" and lane == "fused") for lane in LANES}
-    else:
-        assert ("NO" in result.output) == (broken != "faults")
 
 
 def test_the_packaged_model_is_real_and_has_not_seen_the_prompts() -> None:
@@ -332,14 +369,14 @@ def test_the_packaged_model_is_real_and_has_not_seen_the_prompts() -> None:
 
 def test_the_packaged_model_speculates(device: str) -> None:
     arguments = ["--prompts", "1", "--prompt-bytes", "200", "--bytes", "8", "--lanes", "fused+ring"]
-    result = runner.invoke(app, ["demo", *arguments, "--device", device, "--processes", "1", "--json"])
+    result = runner.invoke(app, ["demo", *arguments, "--device", device, "--processes", "1", "--json", "-"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["identical"] == {"fused+ring": True}
 
 
 @pytest.mark.gpu
 def test_the_whole_demo_on_a_gpu() -> None:
-    result = runner.invoke(app, ["demo", "--device", "cuda", "--json"])
+    result = runner.invoke(app, ["demo", "--device", "cuda", "--json", "-"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["kernels"] == "compiled"
@@ -350,11 +387,15 @@ def test_the_whole_demo_on_a_gpu() -> None:
         assert accepted["4"] > 0, "no draft is accepted whole"
 
 
-def test_training_writes_a_model_that_loads_and_its_measurements(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["file", "-"])
+def test_training_writes_a_model_that_loads_and_its_measurements(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "metadata.json"
     arguments = ["--minutes", "0.0001", "--batch", "1", "--sequence", "64", "--eval-bytes", "2000"]
-    result = runner.invoke(app, ["train-demo", "--out", str(tmp_path), "--device", "cpu", *arguments, "--json"])
+    arguments += ["--json", str(path) if where == "file" else "-"]
+    result = runner.invoke(app, ["train-demo", "--out", str(tmp_path), "--device", "cpu", *arguments])
     assert result.exit_code == 0, result.output
-    metadata = json.loads(result.stdout)
+    assert "held-out bits per byte: model" in words(result.stderr if where == "-" else result.stdout)
+    metadata = json.loads(result.stdout if where == "-" else path.read_text())
     model, stored = load_model(tmp_path / "demo_model.safetensors")
     assert stored["bits_per_byte"] == metadata["bits_per_byte"]
     assert stored["safetensors_bytes"] == (tmp_path / "demo_model.safetensors").stat().st_size <= MAX_ASSET_BYTES

@@ -44,7 +44,7 @@ def test_a_small_run_end_to_end(arguments: list[str], monkeypatch: pytest.Monkey
         return verify(self, pool, tokens, lane, form)
 
     monkeypatch.setattr(demo_module.Decoder, "round_logits", noted)
-    result = runner.invoke(app, [*arguments, "--json"])
+    result = runner.invoke(app, [*arguments, "--json", "-"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["form"] == "chunked"
@@ -71,7 +71,7 @@ def test_differing_tokens_are_counted(
         return results
 
     monkeypatch.setattr(demo_module, "_decode_all", decode_all)
-    for flags in ([], ["--json"]):
+    for flags in ([], ["--json", "-"]):
         result = runner.invoke(app, [*arguments, *flags])
         assert result.exit_code == (0 if faults is None else 1), result.output
         assert "NO" not in result.output

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,13 @@ import torch
 from typer.testing import CliRunner
 
 from kda_tooling.cli import app
+from kda_tooling.commands import demo as command
 from kda_tooling.commands.options import device_of_rank
+from kda_tooling.demo import report as demo_report
+from kda_tooling.demo import run as demo_run
 from kda_tooling.ranks import VARIABLES, Ranks, connected, started_ranks
 
-SMALL = ["--bytes", "5", "--prompts", "1", "--prompt-bytes", "48", "--draft-tokens", "3", "--json"]
+SMALL = ["--bytes", "5", "--prompts", "1", "--prompt-bytes", "48", "--draft-tokens", "3", "--json", "-"]
 STARTED = dict(zip(VARIABLES, ("1", "2", "1", "localhost", "1"), strict=True))
 
 
@@ -59,7 +64,7 @@ def test_two_gpus_decode_what_one_does() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     lanes = ["fused+ring", "unfused+ring", "fused", "unfused"]
-    arguments = ["--json", "--bytes", "48", "--lanes", ",".join(lanes)]
+    arguments = ["--json", "-", "--bytes", "48", "--lanes", ",".join(lanes)]
     done = demo_over(2, "cuda", *arguments)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -84,6 +89,27 @@ def test_a_world_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.M
     assert code == 2
     assert "2 value heads cannot be split evenly over 3 ranks; allowed world sizes are [1, 2]." in output
     assert refusal(monkeypatch, {"WORLD_SIZE": "3", "RANK": "1"}, *SMALL) == (2, ""), "one rank says it"
+
+
+def test_one_rank_writes_the_report_and_only_it_needs_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    if device == "cuda":
+        pytest.skip("kernels are compiled in this process; --device cpu is not to be had")
+    monkeypatch.setattr(command, "connected", lambda ranks, device: nullcontext())
+    monkeypatch.setattr(demo_report, "run_with_progress", lambda *_: {"ranks": 2})
+    monkeypatch.setattr(demo_report, "show", lambda report, console: console.print("shown"))
+    monkeypatch.setattr(demo_run, "passed", lambda report: True)
+    path = tmp_path / "report.json"
+    assert refusal(monkeypatch, {"RANK": "1"}, "--json", str(path)) == (0, "")
+    assert refusal(monkeypatch, {"RANK": "1"}, "--json", str(tmp_path / "missing" / "report.json")) == (0, "")
+    assert refusal(monkeypatch, {"RANK": "1"}, "--json", "-") == (0, "")
+    assert not list(tmp_path.iterdir())
+    code, output = refusal(monkeypatch, {"RANK": "0"}, "--json", str(tmp_path / "missing" / "report.json"))
+    assert code == 2
+    assert "missing is missing" in output
+    assert refusal(monkeypatch, {"RANK": "0"}, "--json", str(path)) == (0, "shown")
+    assert json.loads(path.read_text()) == {"ranks": 2}
 
 
 def test_what_torchrun_sets_must_be_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

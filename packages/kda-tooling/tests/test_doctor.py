@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,16 +199,19 @@ def test_the_probe_runs_a_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -
     assert command.run_one_kernel().value.startswith("compiled and ran")
 
 
+@pytest.mark.parametrize("where", ["file", "-"])
 @pytest.mark.parametrize("healthy", [True, False])
-def test_exit_code_table_and_json(healthy: bool, machine: Pretended) -> None:
+def test_exit_code_table_and_json(healthy: bool, where: str, machine: Pretended, tmp_path: Path) -> None:
     if not healthy:
         machine.capability = None
     shown = runner.invoke(app, ["doctor"])
     assert shown.exit_code == (0 if healthy else 1)
     assert ("This machine runs compiled kernels." if healthy else "Compiled kernels do not run here.") in shown.stdout
-    as_json = runner.invoke(app, ["doctor", "--json"])
+    path = tmp_path / "findings.json"
+    as_json = runner.invoke(app, ["doctor", "--json", str(path) if where == "file" else "-"])
     assert as_json.exit_code == shown.exit_code
-    data = json.loads(as_json.stdout)
+    assert (as_json.stderr if where == "-" else as_json.stdout) == shown.stdout
+    data = json.loads(as_json.stdout if where == "-" else path.read_text())
     assert data["compiled_kernels"] is healthy
     names = [finding["name"] for finding in data["findings"]]
     assert names[:7] == ["Python", *command.OWN_PACKAGES, "torch", "triton", "numpy"]
@@ -219,6 +223,17 @@ def test_exit_code_table_and_json(healthy: bool, machine: Pretended) -> None:
 def test_brackets_in_a_finding_are_shown_as_they_are(machine: Pretended) -> None:
     machine.probe = Finding("a small kernel", "failed: [red]bad[/red] [/x]", "why")
     assert "[red]bad[/red] [/x]" in runner.invoke(app, ["doctor"]).stdout
+
+
+@pytest.mark.parametrize(("file", "message"), [("", "is a folder"), ("missing/findings.json", "is missing")])
+def test_where_findings_cannot_be_written_nothing_is_looked_at(
+    file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "diagnose", None)
+    result = runner.invoke(app, ["doctor", "--json", str(tmp_path / file)])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_options_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def words(output: str) -> str:
 
 
 def figures(*arguments: str) -> dict[str, Any]:
-    result = runner.invoke(app, ["memory", *arguments, "--json"])
+    result = runner.invoke(app, ["memory", *arguments, "--json", "-"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -135,7 +136,7 @@ def test_a_budget_too_small_for_one_request() -> None:
 )
 def test_a_forgotten_unit_is_asked_about(budget: str, hint: str | None) -> None:
     sizes = () if budget != "9" * 12 else ("--spare-slots", "100000")  # in GiB, more than an address can reach
-    result = runner.invoke(app, ["memory", "--budget", budget, *sizes, "--json"])
+    result = runner.invoke(app, ["memory", "--budget", budget, *sizes, "--json", "-"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["modes"]["ring"]["requests"] == 0
     assert result.stderr.endswith(f"; did you mean {hint}?\n" if hint else "B.\n")
@@ -143,10 +144,10 @@ def test_a_forgotten_unit_is_asked_about(budget: str, hint: str | None) -> None:
 
 def test_a_budget_that_one_mode_can_use_is_not_remarked_upon() -> None:
     plan = memory_plan(KdaShape(32, 32), 20, "ring", torch.bfloat16, num_slots=1, max_batch=1, draft_tokens=4)
-    result = runner.invoke(app, ["memory", "--budget", str(plan.total_bytes), "--json"])
+    result = runner.invoke(app, ["memory", "--budget", str(plan.total_bytes), "--json", "-"])
     requests = {mode: found["requests"] for mode, found in json.loads(result.stdout)["modes"].items()}
     assert requests == {"ring": 1, "snapshots": 0}
-    assert not result.stderr
+    assert "Not one request fits" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,26 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], message: str) -> None
     result = runner.invoke(app, ["memory", *arguments])
     assert result.exit_code == 2
     assert message in words(result.output)
+
+
+def test_a_file_gets_the_figures_and_people_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    result = runner.invoke(app, ["memory", "--budget", "80GiB", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text()) == figures("--budget", "80GiB")
+    assert result.stdout == runner.invoke(app, ["memory", "--budget", "80GiB"]).stdout
+    assert "Requests in 80.00 GiB" in runner.invoke(app, ["memory", "--budget", "80GiB", "--json", "-"]).stderr
+
+
+@pytest.mark.parametrize(("file", "message"), [("", "is a folder"), ("missing/memory.json", "is missing")])
+def test_where_figures_cannot_be_written_none_are_worked_out(
+    file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kda_backend.memory_plan", None)
+    result = runner.invoke(app, ["memory", "--budget", "80GiB", "--json", str(tmp_path / file)])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert message in words(result.output)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_largest_sizes_can_be_shown() -> None:

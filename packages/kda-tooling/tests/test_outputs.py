@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from kda_tooling.commands.outputs import check_outputs, console_for, write_json, write_output
+from kda_tooling.commands.options import refuse
+from kda_tooling.commands.outputs import check_outputs, console_for, ended_early, write_json, write_output
 
 
 def test_a_file_that_is_only_read_need_not_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +50,33 @@ def test_people_read_on_standard_error_beside_data() -> None:
     assert console_for(None, Path("-")).stderr
     assert not console_for(None, Path("a.json")).stderr
     assert console_for().width >= 200
+
+
+def test_a_file_called_like_an_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--json --plot a.png`` gives ``--json`` the file ``--plot``."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.BadParameter, match=r"--plot looks like an option; give \./--plot"):
+        check_outputs({"--json": Path("--plot")})
+    check_outputs({"--json": Path("-"), "--plot": tmp_path / "--plot"})
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of\nmemory"), OSError(28, "No space left on device")])
+def test_what_ends_early_is_refused_in_one_line(error: Exception) -> None:
+    said = f"measuring ended early, {type(error).__name__}: "
+    with pytest.raises(typer.BadParameter, match=said) as refusal, ended_early("measuring"):
+        raise error
+    assert "\n" not in refusal.value.message
+
+
+@pytest.mark.parametrize("error", [typer.Exit(1), typer.Abort(), ValueError("wrong"), typer.BadParameter("wrong")])
+def test_verdicts_and_refusals_pass_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, ended_early("measuring"):
+        raise error
+    assert raised.value is error
+
+
+def test_a_refusal_holds_no_control_characters() -> None:
+    assert refuse("--json", "the file \x1b[2J[closed]").message == "the file \N{REPLACEMENT CHARACTER}[2J[closed]"
 
 
 needs_full_disk = pytest.mark.skipif(

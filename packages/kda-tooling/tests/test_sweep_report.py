@@ -145,10 +145,10 @@ def test_the_summary_has_ours_over_theirs_at_every_batch_size(
 ) -> None:
     rounds = sweep_factory(SweepSettings(kind="round", batch_sizes=(1, 2)))
     text = summary_markdown([example, rounds])
-    assert text.startswith(
-        "Times of the fastest ring lanes, ours over theirs, below 1 where ours is faster (Example GPU, "
+    assert text.splitlines()[0] == (
+        "Times of the fastest ring lanes, ours over theirs, below 1 where ours is faster (Example GPU: H = 8, HV = 8, "
+        "K = 128, V = 128, bf16, L2-cold, 2026-01-31, sglang 0.5.23):"
     )
-    assert "sglang 0.5.23" in text.splitlines()[0]
     head, _, *lines = rows(text)
     assert head == ["", "", *(f"B = {b}" for b in (1, 2, 4, 16, 64, 256))]
     assert [line[:2] for line in lines] == [
@@ -156,6 +156,13 @@ def test_the_summary_has_ours_over_theirs_at_every_batch_size(
     ]
     four = {cell.batch: best_ratio(cell, "sglang") for cell in example.groups()["verify, T = 4"]}
     assert lines[0][2:] == [f"{four[b]:.2f}" if b in four else "-" for b in (1, 2, 4, 16, 64, 256)]
+
+
+def test_every_gpu_and_shape_has_a_summary_of_its_own(example: SweepResult, tmp_path: Path) -> None:
+    other = dataclasses.replace(example, machine=dataclasses.replace(example.machine, gpu="Other GPU"))
+    found = results_block([(example, tmp_path / "a.json"), (other, tmp_path / "b.json")], tmp_path / "README.md")
+    titles = [line for line in found.splitlines() if line.startswith("Times of the fastest")]
+    assert ["Other GPU" in title for title in titles] == [False, True]
 
 
 def test_there_is_no_summary_without_a_peer(example: SweepResult, tmp_path: Path) -> None:
@@ -254,11 +261,20 @@ def test_an_output_that_lacks_characters_still_shows_everything(stored: Path, mo
     assert "us per layer ~spread" in result.output
 
 
-def test_report_prints_json(stored: Path, example: SweepResult) -> None:
-    one = runner.invoke(app, ["report", str(stored / "verify.json"), "--json"])
-    assert json.loads(one.stdout) == json.loads(example.to_json())
-    both = runner.invoke(app, ["report", str(stored / "verify.json"), str(stored / "round.json"), "--json"])
-    assert [sweep["settings"]["kind"] for sweep in json.loads(both.stdout)] == ["verify", "round"]
+@pytest.mark.parametrize("where", ["file", "-"])
+def test_report_writes_json(where: str, stored: Path, example: SweepResult) -> None:
+    path, names = stored / "out.json", ("verify.json", "round.json")
+    to = ["--json", str(path) if where == "file" else "-"]
+    one = runner.invoke(app, ["report", str(stored / names[0]), *to])
+    assert (one.stdout if where == "-" else path.read_text()) == example.to_json() + "\n"
+    both = runner.invoke(app, ["report", *(str(stored / name) for name in names), *to])
+    written = both.stdout if where == "-" else path.read_text()
+    first, second = ((stored / name).read_text() for name in names)
+    assert written == f"[\n{first},\n{second}\n]\n"
+    assert [sweep["settings"]["kind"] for sweep in json.loads(written)] == ["verify", "round"]
+    shown = both.stderr if where == "-" else both.stdout
+    assert "verify, T = 8" in shown
+    assert "round, accept 3, T = 4" in shown
 
 
 @pytest.mark.parametrize(
@@ -271,13 +287,29 @@ def test_report_prints_json(stored: Path, example: SweepResult) -> None:
         ("DIR/verify.json --readme DIR/none.md", "does not exist"),
         ("DIR/verify.json --readme DIR/verify.json", "is also the file of RESULTS"),
         ("DIR/verify.json --readme DIR/round.json", "must have the markers"),
-        ("DIR/verify.json --readme DIR/README.md --plot DIR/sweep.jpg", "must end in .png, .svg or .pdf"),
-        ("DIR/verify.json --readme DIR/README.md --plot DIR/none/sweep.png", "is missing"),
+        (
+            "DIR/verify.json --readme DIR/README.md --plot DIR/sweep.jpg",
+            "'--plot': DIR/sweep.jpg must end in .png, .svg or .pdf",
+        ),
+        ("DIR/verify.json --plot -", "'--plot': - must end in .png, .svg or .pdf"),
+        (
+            "DIR/verify.json --readme DIR/README.md --plot DIR/none/sweep.png",
+            "'--plot': the folder DIR/none is missing",
+        ),
+        ("DIR/verify.json --plot DIR/folder.png", "'--plot': DIR/folder.png is a folder"),
+        ("DIR/verify.json --json DIR", "'--json': DIR is a folder"),
+        ("DIR/verify.json --json DIR/none/out.json", "'--json': the folder DIR/none is missing"),
+        ("DIR/verify.json --json DIR/verify.json", "'--json': DIR/verify.json is also the file of RESULTS"),
+        ("DIR/verify.json DIR/round.json --json DIR/round.json", "is also the file of RESULTS"),
+        ("DIR/verify.json --readme DIR/README.md --json DIR/README.md", "is also the file of --readme"),
+        ("DIR/verify.json --json DIR/x.png --plot DIR/x.png", "is also the file of --json"),
         ("DIR/verify.json --nonsense", "No such option"),
     ],
 )
-def test_report_refuses_and_leaves_the_page_alone(arguments: str, message: str, stored: Path) -> None:
+def test_report_refuses_and_leaves_every_file_alone(arguments: str, message: str, stored: Path) -> None:
+    (stored / "folder.png").mkdir()
+    before = {path: path.read_bytes() if path.is_file() else None for path in stored.iterdir()}
     result = runner.invoke(app, ["report", *arguments.replace("DIR", str(stored)).split()])
     assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert (stored / "README.md").read_text() == PAGE
+    assert message.replace("DIR", str(stored)) in " ".join(result.output.replace("│", " ").split())
+    assert {path: path.read_bytes() if path.is_file() else None for path in stored.iterdir()} == before

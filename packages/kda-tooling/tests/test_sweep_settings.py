@@ -11,9 +11,17 @@ import torch
 from typer.testing import CliRunner
 
 from kda_kernels import KdaShape
+from kda_tooling.bench import settings as limits
 from kda_tooling.bench.settings import SweepSettings, command_of
 from kda_tooling.cli import app
+from kda_tooling.commands import options
 from kda_tooling.commands import sweep as command
+
+
+def test_the_options_limits_are_the_settings() -> None:
+    assert options.MOST_TIMED_HEADS == limits.MAX_HEADS
+    assert options.MOST_TIMED_BATCH == limits.MAX_BATCH
+    assert options.MOST_TIMED_TOKENS == limits.MOST_TUNED_TOKENS
 
 
 @pytest.mark.parametrize(

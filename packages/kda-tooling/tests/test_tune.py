@@ -347,7 +347,7 @@ def test_kernels_run_in_a_turn_and_captures_do_not(tuned: Callable[..., Any], mo
     for module in (capturing, measure):
         monkeypatch.setattr(module, "gpu_shared", turn("shared"))
     together = [
-        (measure, "check"), (measure, "two_rounds"), (measure, "build_problems"), (capturing, "build_problems"),
+        (measure, "check"), (measure, "two_rounds"), (measure, "check_problems"), (capturing, "build_problems"),
         (capturing, "run_once"), (capturing, "_free"),
     ]  # fmt: skip
     bits = SimpleNamespace(run=lambda arm: seen.append(("bits", inside[0])))

@@ -32,6 +32,12 @@ def plain(text: object) -> str:
     return escape(printable(str(text)))
 
 
+def in_a_line(error: BaseException) -> str:
+    """The error's class and message, short enough for a row of a table."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
+
+
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kda_backend.gate.cells import MOST_TUNED_TOKENS, OPTIONS
+from kda_backend.gate.cells import GATES, MOST_TUNED_TOKENS, OPTIONS
 from kda_backend.gate.env import TABLES
 from kda_backend.gate.folders import warn_once
 from kda_kernels import KdaShape
+from kda_kernels.checking import dtype_name
 
 if TYPE_CHECKING:
     from kda_backend.gate.decisions import Question
@@ -47,14 +48,13 @@ def warn_of_missing_figures(question: Question, lacks: list[str]) -> None:
     if not tuned or not question.batch or question.draft_tokens > MOST_TUNED_TOKENS:
         return
     shape, into = question.shape, question.settings.folder or "tables"
-    dtype = str(question.dtype).removeprefix("torch.")
+    dtype = dtype_name(question.dtype)
     missing, kind = "no table of measured verifies", ""
     if lacks:
-        gate = "safe" if question.safe_gate else "standard"
         missing = f"no measured verifies of T={question.draft_tokens} ({'; '.join(dict.fromkeys(lacks))})"
         kind = f"--form {question.form} --mode {question.mode}"
         kind += f" --option {question.option}" if question.option != OPTIONS[0] else ""
-        kind += f" --gate {gate}" if gate != "safe" else ""
+        kind += f" --gate {question.gate}" if question.gate != GATES[0] else ""
     others = f"what is known of other {question.target} GPUs or " if question.target.backend == "cuda" else ""
     warn_once(
         "missing figures",

@@ -11,7 +11,7 @@ import torch
 
 from kda_backend.gate.advice import warn_of_missing_figures
 from kda_backend.gate.buckets import Bucket, other_bucket, own_bucket
-from kda_backend.gate.cells import OPTIONS, Cell, one_line, one_of, whole
+from kda_backend.gate.cells import GATES, OPTIONS, Cell, one_line, one_of, whole
 from kda_backend.gate.env import GATE, LANE, OFF, TABLES, Settings, process_settings, settings_of
 from kda_backend.gate.folders import PACKAGED, folder
 from kda_backend.gate.table import Table
@@ -27,7 +27,7 @@ from kda_backend.lanes import (
     record_reason,
 )
 from kda_kernels import FORMS, KdaShape, LaunchConfig, Ring, Snapshots
-from kda_kernels.checking import typed
+from kda_kernels.checking import dtype_name, typed
 from kda_kernels.shapes import ACTIVATION_DTYPES
 
 SOURCES = ("override", "user table", "packaged table", "same-sm table", "default", "fallback")
@@ -80,6 +80,11 @@ class Question(NamedTuple):
     unfit: str | None
     settings: Settings
     tables: str
+
+    @property
+    def gate(self) -> str:
+        """One of `kda_backend.gate.cells.GATES`."""
+        return GATES[0] if self.safe_gate else GATES[1]
 
 
 _remembered: dict[object, Decision] = {}
@@ -228,15 +233,14 @@ def _decide(question: Question) -> Decision:
     if forced is not None:
         launch = None if found is None else found[1].cell.config(forced)
         return decided(forced, "override", f"{LANE} forces it", launch)
-    if found is not None and found[1].lane is not None:
+    if found is not None:
         source, bucket = found
-        lane = bucket.lane or unfused
-        return decided(lane, source, f"{source}, {bucket.said}", bucket.cell.config(lane))
+        if bucket.lane is not None:
+            return decided(bucket.lane, source, f"{source}, {bucket.said}", bucket.cell.config(bucket.lane))
     lane, reason = conservative_lane(question.mode, question.batch, question.draft_tokens, question.target)
     steps.append(Step("conservative rule", reason))
     if found is None:
         return Decision(lane, None, "default", reason, tuple(steps))
-    source, bucket = found
     return decided(lane, source, f"the conservative rule; {bucket.said}", bucket.cell.config(lane))
 
 
@@ -263,7 +267,7 @@ def _look_up(question: Question, steps: list[Step]) -> tuple[str, Bucket] | None
         return None
     lacks = []
     folders = [("user table", question.settings.folder), ("packaged table", question.tables)]
-    dtype, arch = str(question.dtype).removeprefix("torch."), str(question.target)
+    dtype, arch = dtype_name(question.dtype), str(question.target)
     for source, path in folders:
         if path is None:
             steps.append(Step(source, f"{TABLES} is not set"))
@@ -299,7 +303,7 @@ def _bucket(
     question: Question, table: Table, rule: Callable[[Table, Mapping[int, Cell], int], Bucket | None]
 ) -> Bucket | None:
     cells = table.buckets(
-        gate="safe" if question.safe_gate else "standard", form=question.form, mode=question.mode,
+        gate=question.gate, form=question.form, mode=question.mode,
         option=question.option, draft_tokens=question.draft_tokens,
     )  # fmt: skip
     return rule(table, cells, question.batch)
@@ -307,7 +311,7 @@ def _bucket(
 
 def _no_bucket(question: Question, table: Table) -> str:
     """Why ``table`` says nothing here."""
-    gates = ("safe",) if question.safe_gate else ("safe", "standard")
+    gates = GATES[:1] if question.safe_gate else GATES
     measured = {
         (cell.key.draft_tokens, cell.key.batch)
         for cell in table.cells

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class TableFolder:
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.path) as entries:
-                return sorted(entry.name for entry, _ in zip(entries, range(MOST_NAMES), strict=False))
+                return sorted(entry.name for entry in islice(entries, MOST_NAMES))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return []
         except OSError as problem:

@@ -46,7 +46,7 @@ def summary_markdown(results: Sequence[SweepResult]) -> str:
     """Our fastest ring lane's time over each peer's at every batch size; nothing where no peer's was measured.
 
     Args:
-        results: sweeps, of one machine.
+        results: sweeps of one subject.
     """
     rows = [
         (title, heading, {cell.batch: best_ratio(cell, peer, form) for cell in cells})
@@ -58,10 +58,10 @@ def summary_markdown(results: Sequence[SweepResult]) -> str:
     if not rows:
         return ""
     batches = sorted({batch for _, _, ratios in rows for batch in ratios})
-    machine, peers = results[0].machine, {f"{n} {v}" for result in results for n, v in result.peers.items()}
+    peers = {f"{name} {version}" for result in results for name, version in result.peers.items()}
+    known = [results[0].subject, *sorted({result.machine.date for result in results}), *sorted(peers)]
     lines = [
-        "Times of the fastest ring lanes, ours over theirs, below 1 where ours is faster "
-        f"({machine.gpu}, {machine.date}, {', '.join(sorted(peers))}):",
+        f"Times of the fastest ring lanes, ours over theirs, below 1 where ours is faster ({', '.join(known)}):",
         "",
         "| | | " + " | ".join(f"B = {batch}" for batch in batches) + " |",
         "|---|---|" + "--:|" * len(batches),
@@ -123,7 +123,8 @@ def results_block(results: Sequence[tuple[SweepResult, Path]], page: Path, pictu
         return Path(os.path.relpath(path, page.parent)).as_posix()
 
     command = ["kda", "report", *(relative(source) for _, source in results), "--readme", page.name]
-    parts = [summary_markdown([result for result, _ in results])]
+    subjects = dict.fromkeys(result.subject for result, _ in results)
+    parts = [summary_markdown([result for result, _ in results if result.subject == one]) for one in subjects]
     if picture is not None:
         parts.append(f"![Latency against batch size: lanes, peers and byte floor]({relative(picture)})\n")
         command += ["--plot", relative(picture)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,20 +34,16 @@ def data_digest(results: Sequence[SweepResult]) -> str:
 
 
 def check_picture_path(path: Path) -> None:
-    """ValueError unless the file's type is one of `FILE_TYPES` and its folder exists."""
+    """ValueError unless the file's type is one of `FILE_TYPES`."""
     if path.suffix.lower() not in FILE_TYPES:
         raise ValueError(f"{path} must end in {', '.join(FILE_TYPES[:-1])} or {FILE_TYPES[-1]}")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"{path} is a folder" if path.is_dir() else f"the folder {path.absolute().parent} is missing")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written")
 
 
 def plot(results: Sequence[SweepResult], path: Path) -> None:
     """Draw ``results`` to ``path``, one panel per kind and draft length, log axes.
 
     Raises:
-        ValueError: the file's type or folder cannot be used, or the results are of several machines or shapes.
+        ValueError: the file's type cannot be used, or the results are of several machines or shapes.
     """
     check_picture_path(path)
     figure = draw(results)
@@ -62,7 +57,7 @@ def draw(results: Sequence[SweepResult]) -> Figure:
     Raises:
         ValueError: the results are of several machines or shapes.
     """
-    subjects = {(r.machine.gpu, str(r.settings["shape"]), r.settings["dtype"], r.settings["hot"]) for r in results}
+    subjects = {result.subject for result in results}
     if len(subjects) != 1:
         raise ValueError(f"one picture shows one GPU, shape, dtype and L2 state; these results have {len(subjects)}")
     from matplotlib.figure import Figure
@@ -143,14 +138,10 @@ def _widen(axis: Any) -> None:
 
 
 def _heading(result: SweepResult) -> str:
-    m, shape = result.machine, result.settings["shape"]
-    what = (
-        f"KDA on {m.gpu}: H = {shape['num_heads']}, HV = {shape['num_v_heads']}, K = {shape['head_k_dim']}, "
-        f"V = {shape['head_v_dim']}, {result.settings['dtype']}"
-    )
+    m = result.machine
     peers = "".join(f", {name} {version}" for name, version in result.peers.items())
     when = f"{m.date}, torch {m.torch}, triton {m.triton}{peers}, commit {m.commit}"
-    return _words(f"{what}\n{when}")
+    return _words(f"KDA on {result.subject}\n{when}")
 
 
 def _words(text: str) -> str:

@@ -119,6 +119,15 @@ class SweepResult:
     peers: dict[str, str]
     cells: list[Cell]
 
+    @property
+    def subject(self) -> str:
+        """GPU, shape, dtype and L2 state: what sweeps must share for their times to stand side by side."""
+        shape, state = self.settings["shape"], "L2-hot" if self.settings["hot"] else "L2-cold"
+        return (
+            f"{self.machine.gpu}: H = {shape['num_heads']}, HV = {shape['num_v_heads']}, K = {shape['head_k_dim']}, "
+            f"V = {shape['head_v_dim']}, {self.settings['dtype']}, {state}"
+        )
+
     def groups(self) -> dict[str, list[Cell]]:
         """Title -> the cells that share it: one table or panel each, in the order of measurement."""
         found: dict[str, list[Cell]] = {}

@@ -10,8 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import ShortDtype, interpreter_chosen, parse_lower_bound, rename_shape_fields
-from kda_tooling.commands.outputs import check_outputs, console_for, write_json
+from kda_tooling.commands.options import (
+    HeadKDim,
+    HeadVDim,
+    ShortDtype,
+    TimedHeads,
+    TimedHvHeads,
+    interpreter_chosen,
+    parse_lower_bound,
+    shape_of,
+)
+from kda_tooling.commands.outputs import check_outputs, console_for, ended_early, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -51,10 +60,10 @@ def _device(outputs: int) -> str:
 def accuracy(
     draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T; up to 16.")] = [4, 8],  # noqa: B006
     outputs: Annotated[int, typer.Option(help="Outputs of each arm at every T, at least.")] = 1_000_000,
-    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
-    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
-    head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
-    head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
+    heads: TimedHeads = 8,
+    hv_heads: TimedHvHeads = None,
+    head_k_dim: HeadKDim = 128,
+    head_v_dim: HeadVDim = 128,
     lower_bound: Annotated[
         str, typer.Option(help="Safe gate's bound, below 0; 'none' for the standard gate.")
     ] = "-5.0",
@@ -70,9 +79,8 @@ def accuracy(
     The oracle starts from the same 16-bit q, k and v and the same fp32 gates as every arm, so the figures are of norm,
     delta rule and the last rounding. Bits are checked first: both lanes of a form are one arm.
 
-    Exit code 1 when the chunked form misses its contract or lanes differ, 2 for wrong arguments.
+    Exit code 1 when the chunked form misses its contract or lanes differ, 2 for wrong arguments or an early end.
     """
-    from kda_kernels import KdaShape
     from kda_tooling.bench.accuracy import AccuracySettings
     from kda_tooling.peers import load_peer
 
@@ -80,13 +88,13 @@ def accuracy(
     try:
         settings = AccuracySettings(
             draft_tokens=tuple(sorted(set(draft_tokens))), outputs=outputs,
-            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
+            shape=shape_of(heads, hv_heads, head_k_dim, head_v_dim),
             dtype=dtype, lower_bound=bound, peers=tuple(peer), seed=seed,
         )  # fmt: skip
         for spec in settings.peers:
             load_peer(spec)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+        raise typer.BadParameter(str(error)) from None
     check_outputs({"--json": json_file})
     device = _device(outputs)
     found = _measure(settings, device)
@@ -106,13 +114,13 @@ def _measure(settings: AccuracySettings, device: str) -> list[Comparison]:
     from kda_tooling.bench.bits import BitsDifferError
 
     console = Console(stderr=True)
-    try:
-        with Progress(console=console) as progress:
-            tasks = {t: progress.add_task(f"T = {t}", total=settings.outputs) for t in settings.draft_tokens}
+    with ended_early("the comparison"), Progress(console=console) as progress:
+        tasks = {t: progress.add_task(f"T = {t}", total=settings.outputs) for t in settings.draft_tokens}
+        try:
             return measure(settings, device, lambda t, done: progress.update(tasks[t], completed=done))
-    except BitsDifferError as error:
-        console.print(f"[red]Bits differ, nothing was compared:[/red] {plain(error)}", highlight=False)
-        raise typer.Exit(1) from None
+        except BitsDifferError as error:
+            console.print(f"[red]Bits differ, nothing was compared:[/red] {plain(error)}", highlight=False)
+            raise typer.Exit(1) from None
 
 
 def _show(found: list[Comparison], console: Console) -> None:

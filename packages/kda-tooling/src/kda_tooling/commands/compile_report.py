@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kda_tooling.commands.options import check_distinct, check_output_file, check_output_folder, refuse
-from kda_tooling.commands.outputs import check_outputs, is_stdout, write_json
+from kda_tooling.commands.options import check_output_file, check_output_folder, refuse
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 BUDGET = Path("benchmarks/compile-budget.json")
 TABLE_BUDGET = Path("benchmarks/table-budget.json")
 PACKAGED = "packaged"
-PIPE_WIDTH = 170
 
 
 def register(app: typer.Typer) -> None:
@@ -82,11 +81,9 @@ def compile_report(
     budget = budget or (BUDGET if tables is None else TABLE_BUDGET)
     if check and write:
         raise refuse("--check", "excludes --write-budget: check first, then write if it is meant.")
-    check_outputs({"--json": json_file})
+    check_outputs({"--json": json_file}, {"--budget": budget if check or write or new else None})
     if new and check:
         raise refuse("--new", "compiles what the budget lacks, --check compares with the budget: give one of them.")
-    if check or write:
-        check_distinct({"--budget": budget, "--json": None if is_stdout(json_file) else json_file})
     if write:
         check_output_folder("--budget", budget.parent)
         if budget.exists():
@@ -138,11 +135,7 @@ def compile_report(
             raise refuse("--budget", str(error)) from None
     if check:
         problems += over_budget(measured, limits, selection)
-    # A pipe or a CI log has no width of its own, and a table squeezed into 80 columns drops figures.
-    tables_to = Console(stderr=is_stdout(json_file))
-    _print_tables(
-        tables_to if tables_to.is_terminal else Console(stderr=is_stdout(json_file), width=PIPE_WIDTH), measured
-    )
+    _print_tables(console_for(json_file), measured)
     if json_file is not None:
         whole = selection.everything and tables is None and not new
         data = _as_json(measured, problems, triton.__version__, seconds) | {"whole": whole}

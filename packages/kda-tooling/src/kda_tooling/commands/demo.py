@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kda_tooling.commands.options import FORMS, LANES, choose_kernels, device_of_rank, refuse, resolve_device
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.ranks import connected, started_ranks
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -26,7 +25,7 @@ MAX_CHUNKED_TOKENS = 16
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(
-        epilog="Examples: [bold]kda demo[/bold], [bold]kda demo --lanes fused+ring --bytes 24 --json[/bold], "
+        epilog="Examples: [bold]kda demo[/bold], [bold]kda demo --lanes fused+ring --bytes 24 --json -[/bold], "
         "[bold]kda demo --prompt-file my_module.py --draft-tokens 6[/bold], "
         "[bold]torchrun --nproc-per-node 2 -m kda_tooling demo[/bold]",
     )(demo)
@@ -76,7 +75,9 @@ def demo(
     processes: Annotated[
         int | None, typer.Option(help="Processes that share the runs on a CPU; default: one per core.", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report here ('-': standard output).")
+    ] = None,
 ) -> None:
     """Decode real text with a small KDA model, plainly and with speculation in every lane, and compare them.
 
@@ -119,6 +120,15 @@ def demo(
         raise refuse("torchrun", str(error)) from None
     if ranks and processes is not None:
         raise refuse("--processes", f"{processes}: under torchrun every rank is one process; leave it out.")
+    reports = ranks is None or ranks.reports
+    # One rank has the report and writes it; the others, on other machines perhaps, need not have its folder.
+    written = json_file if reports else None
+    for option, source in (
+        ("--model", weights),
+        ("--model", weights.with_suffix(".json")),
+        *(("--prompt-file", file) for file in prompt_file or ()),
+    ):
+        check_outputs({"--json": written}, {option: source})
     device = device_of_rank(resolve_device(device), ranks)
     choose_kernels(device)
     from kda_tooling.demo.model import load_model
@@ -132,22 +142,20 @@ def demo(
         from kda_tooling.demo.decoding import layer_shape
 
         reason = shard_reason(layer_shape(config), ranks.world)
-        if reason is not None and not ranks.reports:
+        if reason is not None and not reports:
             raise typer.Exit(2)
         if reason is not None:
             raise refuse("torchrun --nproc-per-node", f"{reason}.")
     from kda_tooling.demo.report import run_with_progress, show
     from kda_tooling.demo.run import DemoSettings, passed
 
-    reports = ranks is None or ranks.reports
-    console = Console(stderr=as_json, quiet=not reports)
+    console = console_for(json_file)
+    console.quiet = not reports
     settings = DemoSettings(chosen, draft_tokens, num_bytes, ring_length, device, weights, processes, form, ranks)
     with connected(ranks, device):
         report = run_with_progress(settings, texts, console)
-    if as_json and reports:
-        typer.echo(json.dumps(report, allow_nan=False))
-    elif not as_json:
-        show(report, console)
+    write_json(written, report)
+    show(report, console)
     if not passed(report):
         console.print("[bold red]A lane differs from plain decoding, or its kernels counted faults.[/bold red]")
         raise typer.Exit(1)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json as json_module
 import os
 import platform
 import re
 import shutil
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kda_tooling.commands.options import interpreter_chosen
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 
 OWN_PACKAGES = ("kda-kernels", "kda-backend", "kda-tooling")
 LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 6), "numpy": (2, 3)}
@@ -44,9 +44,10 @@ class Finding:
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command(epilog="Example: [bold]kda doctor --json[/bold]; exit code 0: compiled kernels run here, 1: not.")(
-        doctor
-    )
+    app.command(
+        epilog="Examples: [bold]kda doctor[/bold], [bold]kda doctor --json -[/bold]; exit code 0: compiled kernels run "
+        "here, 1: not."
+    )(doctor)
 
 
 def _versions() -> tuple[list[Finding], bool]:
@@ -156,16 +157,19 @@ def diagnose() -> tuple[list[Finding], bool]:
     return findings, not probe.remedy
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the findings here ('-': standard output).")
+    ] = None,
+) -> None:
     """Versions, GPU, interpreter or compiled, PDL, what is missing. Exit code 0 if compiled kernels can run here."""
+    check_outputs({"--json": json_file})
     findings, usable = diagnose()
-    if json:
-        typer.echo(json_module.dumps({"compiled_kernels": usable, "findings": [asdict(f) for f in findings]}, indent=1))
-    else:
-        table = Table(show_header=False)
-        for finding in findings:
-            table.add_row(*map(escape, (finding.name, finding.value, finding.remedy)))
-        console = Console()
-        console.print(table)
-        console.print("This machine runs compiled kernels." if usable else "Compiled kernels do not run here.")
+    write_json(json_file, {"compiled_kernels": usable, "findings": [asdict(finding) for finding in findings]})
+    table = Table(show_header=False)
+    for finding in findings:
+        table.add_row(*map(escape, (finding.name, finding.value, finding.remedy)))
+    console = console_for(json_file)
+    console.print(table)
+    console.print("This machine runs compiled kernels." if usable else "Compiled kernels do not run here.")
     raise typer.Exit(0 if usable else 1)

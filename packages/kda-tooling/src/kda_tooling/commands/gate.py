@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from kda_tooling.commands.memory import MOST
-from kda_tooling.commands.options import FORMS, LongDtype, refuse, rename_shape_fields
+from kda_tooling.commands.options import FORMS, HeadKDim, Heads, HeadVDim, HvHeads, LongDtype, refuse, shape_of
 from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
-from kda_tooling.terminal import plain
+from kda_tooling.terminal import plain, printable
 
 if TYPE_CHECKING:
+    import torch
+
     from kda_backend import Target
     from kda_backend.gate import Decision, Table
     from kda_kernels import KdaShape
@@ -35,10 +37,6 @@ gate = typer.Typer(
     help="The dispatch gate: why it takes a lane, and what its tables say (docs/gate.md).", no_args_is_help=True
 )
 
-Heads = Annotated[int, typer.Option(max=MOST, help="Query/key heads, H.")]
-HvHeads = Annotated[int | None, typer.Option(max=MOST, help="Value heads, HV; default: as --heads.")]
-HeadKDim = Annotated[int, typer.Option(help="Key channels of a head, K.")]
-HeadVDim = Annotated[int, typer.Option(help="Value channels of a head, V.")]
 DeviceName = Annotated[str | None, typer.Option(help="As torch names the GPU: 'NVIDIA H200'; default: the GPU here.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the same as JSON here ('-': standard output).")]
 
@@ -61,30 +59,19 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
         raise refuse(option, f"{value!r} is none of {', '.join(allowed)}.")
 
 
-def _shape(heads: int, hv_heads: int | None, head_k_dim: int, head_v_dim: int) -> KdaShape:
-    from kda_kernels import KdaShape
-
-    try:
-        return KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim)
-    except ValueError as error:
-        raise typer.BadParameter(rename_shape_fields(str(error))) from None
-
-
-def _gpu_here() -> int | None:
-    """Index of the GPU of this process, or None."""
+def _gpu_here(option: str, instead: str) -> torch.device:
+    """The GPU of this process. Raises ``typer.BadParameter`` where there is none."""
     import torch
 
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        raise refuse(option, f"torch sees no GPU here; {instead}.")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _device_name(given: str | None) -> str:
-    if given is not None:
-        return given
-    if (index := _gpu_here()) is None:
-        raise refuse("--device-name", "torch sees no GPU here; name one, such as 'NVIDIA H200'.")
-    import torch
+    from kda_backend.gate import device_name_of
 
-    return torch.cuda.get_device_name(index)
+    return given if given is not None else device_name_of(_gpu_here("--device-name", "name one, such as 'NVIDIA H200'"))
 
 
 def _target(arch: str | None, device_name: str | None) -> Target:
@@ -94,14 +81,7 @@ def _target(arch: str | None, device_name: str | None) -> Target:
     if arch is None:
         if device_name is not None:
             raise refuse("--arch", f"must be given for the device {device_name!r}: sm90, sm100 and so on, or hip.")
-        if (index := _gpu_here()) is None:
-            raise refuse("--arch", "torch sees no GPU here; give --device-name 'NVIDIA H200' --arch sm90, say.")
-        import torch
-
-        if torch.version.hip is not None:
-            return Target("hip")
-        major, minor = torch.cuda.get_device_capability(index)
-        return Target("cuda", 10 * major + minor)
+        return Target.of(_gpu_here("--arch", "give --device-name 'NVIDIA H200' --arch sm90, say"))
     if arch in ("hip", "interpreter"):
         return Target(arch)
     match = re.fullmatch(r"(?:sm_?)?([1-9][0-9]{1,2})", arch, re.ASCII)
@@ -150,7 +130,7 @@ def explain(
         CellKey(gate, form, mode, option, draft_tokens, batch)  # the gate leaves what no lane takes to the op's refusal
     except ValueError as error:
         raise typer.BadParameter(f"{error}.") from None
-    shape, target = _shape(heads, hv_heads, head_k_dim, head_v_dim), _target(arch, device_name)
+    shape, target = shape_of(heads, hv_heads, head_k_dim, head_v_dim), _target(arch, device_name)
     question: dict[str, Any] = {
         "mode": mode, "batch": batch, "draft_tokens": draft_tokens, "device_name": _device_name(device_name),
         "form": form, "safe_gate": gate == "safe", "option": option, "ragged": ragged, "tree": tree,
@@ -233,14 +213,14 @@ def show(
     from kda_tooling.gate.picture import plot
 
     if not files:
-        shape = _shape(heads, hv_heads, head_k_dim, head_v_dim)
+        shape = shape_of(heads, hv_heads, head_k_dim, head_v_dim)
         files = [_named_table(tables, shape, _device_name(device_name), dtype)]
     try:
         loaded: list[Table] = [load_table(file) for file in files]
         if picture is not None:
             plot(loaded[0], picture)
     except ValueError as error:
-        raise typer.BadParameter(plain(error)) from None
+        raise typer.BadParameter(printable(str(error))) from None
     except OSError as error:
         raise refuse("--plot", f"{picture} cannot be written: {error.strerror}; name another file.") from None
     for table in loaded:
@@ -278,7 +258,7 @@ def _named_table(folder: Path | None, shape: KdaShape, device_name: str, dtype: 
         there = sorted(each.name for each in where.glob("*.json"))
         listed = "no table at all" if not there else "these: " + "; ".join(there[:20])
         raise typer.BadParameter(
-            plain(
+            printable(
                 f"there is no {path.name} in {where}, but {listed}. 'kda tune --into tables' with these heads measures "
                 "one on this GPU; then --tables tables."
             )

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from kda_tooling.commands.gate import gate
-from kda_tooling.commands.options import check_output_folder
+from kda_tooling.commands.options import check_output_folder, refuse
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.commands.regressions import RESULTS, Baseline, Repo, Results, read_report
 from kda_tooling.terminal import plain, printable
@@ -88,7 +88,7 @@ def _inputs(
     try:
         table = load_table(file)
     except TableError as error:
-        raise typer.BadParameter(plain(error), param_hint="'TABLE'") from None
+        raise refuse("TABLE", str(error)) from None
     return table, read_report(results, baseline, repo)
 
 
@@ -101,7 +101,7 @@ def _finish(revision: Revision, report: Report, file: Path, apply: bool, json: P
         try:
             write_table(revision.after, file.parent)
         except OSError as error:
-            raise typer.BadParameter(f"{file} cannot be written: {error.strerror}", param_hint="'--apply'") from None
+            raise refuse("--apply", f"{file} cannot be written: {error.strerror}") from None
     problems = report.history.problems
     data = {
         "table": str(file), "applied": applied, "measured": revision.measured,

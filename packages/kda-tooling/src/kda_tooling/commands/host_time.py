@@ -9,13 +9,18 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kda_tooling.commands.options import rename_shape_fields, require_gpu
-from kda_tooling.commands.outputs import check_outputs, console_for, write_json
+from kda_tooling.commands.options import (
+    MOST_TIMED_BATCH,
+    MOST_TIMED_TOKENS,
+    TimedHeads,
+    TimedHvHeads,
+    require_gpu,
+    shape_of,
+)
+from kda_tooling.commands.outputs import check_outputs, console_for, ended_early, write_json
 from kda_tooling.terminal import plain
 
 MAX_CALLS = 10**6
-MAX_BATCH, MAX_DRAFT_TOKENS, MAX_HEADS = 4096, 64, 1024
-"""As those of `kda sweep`."""
 
 
 def register(app: typer.Typer) -> None:
@@ -25,10 +30,12 @@ def register(app: typer.Typer) -> None:
 
 def host_time(
     calls: Annotated[int, typer.Option(min=1, max=MAX_CALLS, help="Calls of each op, each way.")] = 2000,
-    batch_size: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Requests per batch, B.")] = 1,
-    draft_tokens: Annotated[int, typer.Option(min=1, max=MAX_DRAFT_TOKENS, help="Tokens verified per request, T.")] = 4,
-    heads: Annotated[int, typer.Option(max=MAX_HEADS, help="Query/key heads, H.")] = 8,
-    hv_heads: Annotated[int | None, typer.Option(max=MAX_HEADS, help="Value heads, HV; default: as --heads.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, max=MOST_TIMED_BATCH, help="Requests per batch, B.")] = 1,
+    draft_tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_TIMED_TOKENS, help="Tokens verified per request, T.")
+    ] = 4,
+    heads: TimedHeads = 8,
+    hv_heads: TimedHvHeads = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures here ('-': standard output).")
     ] = None,
@@ -38,12 +45,7 @@ def host_time(
     From the call to its return, allocation of the output and the driver's launch included; the device is not waited
     for. Keep the batch small, or the launch queue fills and the host waits.
     """
-    from kda_kernels import KdaShape
-
-    try:
-        shape = KdaShape(heads, heads if hv_heads is None else hv_heads)
-    except ValueError as error:
-        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+    shape = shape_of(heads, hv_heads)
     check_outputs({"--json": json_file})
     require_gpu("kda host-time")
     import torch
@@ -51,12 +53,14 @@ def host_time(
     from kda_tooling.bench.host_time import measure, processor
     from kda_tooling.bench.machine import describe_machine
 
-    try:
-        times = measure(shape, batch=batch_size, draft_tokens=draft_tokens, calls=calls)
-    except torch.OutOfMemoryError as error:
-        raise typer.BadParameter(
-            f"--batch-size {batch_size}, --draft-tokens {draft_tokens} and --heads {heads} do not fit this GPU: {error}"
-        ) from None
+    with ended_early("measuring"):
+        try:
+            times = measure(shape, batch=batch_size, draft_tokens=draft_tokens, calls=calls)
+        except torch.OutOfMemoryError as error:
+            raise typer.BadParameter(
+                f"--batch-size {batch_size}, --draft-tokens {draft_tokens} and --heads {heads} do not fit this GPU: "
+                f"{error}"
+            ) from None
     console = console_for(json_file)
     table = Table(title=f"us of the host per call, B = {batch_size}, T = {draft_tokens}", title_justify="left")
     for name in ("call", "first", "again"):

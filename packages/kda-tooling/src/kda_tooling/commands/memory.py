@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, astuple, replace
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kda_tooling.commands.options import LongDtype, refuse, rename_shape_fields
+from kda_tooling.commands.options import HeadKDim, Heads, HeadVDim, HvHeads, LongDtype, refuse, shape_of
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 
 if TYPE_CHECKING:
     from kda_backend import MemoryPlan
@@ -43,7 +44,7 @@ cache of other layers. The default shape is that of {KIMI_LINEAR}. With heads sh
 """
 EXAMPLES = (
     "Examples: [bold]kda memory --budget 80GiB[/bold], "
-    "[bold]kda memory --budget 16GiB --heads 8 --draft-tokens 8 --spare-slots 100 --json[/bold]"
+    "[bold]kda memory --budget 16GiB --heads 8 --draft-tokens 8 --spare-slots 100 --json -[/bold]"
 )
 
 
@@ -79,10 +80,10 @@ def readable(amount: int) -> str:
 
 def memory(
     budget: Annotated[str, typer.Option(help="Memory for the pool: 80GiB, 1.5GB, 512MiB, or bytes.")],
-    heads: Annotated[int, typer.Option(max=MOST, help="Query/key heads, H.")] = DEFAULTS["heads"],
-    hv_heads: Annotated[int | None, typer.Option(max=MOST, help="Value heads, HV; default: as --heads.")] = None,
-    head_k_dim: Annotated[int, typer.Option(help="Key channels of a head, K.")] = DEFAULTS["head_dim"],
-    head_v_dim: Annotated[int, typer.Option(help="Value channels of a head, V.")] = DEFAULTS["head_dim"],
+    heads: Heads = DEFAULTS["heads"],
+    hv_heads: HvHeads = None,
+    head_k_dim: HeadKDim = DEFAULTS["head_dim"],
+    head_v_dim: HeadVDim = DEFAULTS["head_dim"],
     layers: Annotated[int, typer.Option(min=1, max=MOST, help="KDA layers.")] = DEFAULTS["layers"],
     draft_tokens: Annotated[
         int, typer.Option(min=1, max=MOST, help="Tokens verified per request and round, the root included.")
@@ -106,21 +107,20 @@ def memory(
             "--compact-window", help="Also each of the pools with compact windows, where verify writes no conv windows."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here ('-': standard output).")
+    ] = None,
 ) -> None:
-    """Print the table or JSON of `HELP`."""
+    """Print the table of `HELP`, and write its JSON."""
     amount = parse_bytes("--budget", budget)
     if ring_length is not None and ring_length < draft_tokens:
         raise refuse("--ring-length", f"{ring_length} is less than the {draft_tokens} tokens of --draft-tokens.")
+    check_outputs({"--json": json_file})
     import torch
 
     from kda_backend import MODES, memory_plan
-    from kda_kernels import KdaShape
 
-    try:
-        shape = KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim)
-    except ValueError as error:
-        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+    shape = shape_of(heads, hv_heads, head_k_dim, head_v_dim)
 
     def plan(mode: str, folding: bool = False) -> MemoryPlan:
         length = ring_length if mode == "ring" else None
@@ -137,10 +137,8 @@ def memory(
         "spare_slots": spare_slots,
         "modes": {mode: _figures(plan, amount, spare_slots) for mode, plan in plans.items()},
     }  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(report, allow_nan=False))
-    else:
-        _show(report)
+    write_json(json_file, report)
+    _show(report, console_for(json_file))
     if not any(figures["requests"] for figures in report["modes"].values()):
         needed = min(replace(plan, num_slots=1 + spare_slots, max_batch=1).total_bytes for plan in plans.values())
         typer.echo(_none_fits(budget, amount, needed, spare_slots), err=True)
@@ -187,12 +185,9 @@ COLUMNS = {
 }
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show(report: dict[str, Any], console: Console) -> None:
     """Print the table."""
     shape = report["shape"]
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
     spare = f", {report['spare_slots']} spare slots" if report["spare_slots"] else ""
     if report["default_shape"]:
         console.print(f"Default shape: {KIMI_LINEAR}.", highlight=False)

@@ -7,12 +7,16 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kda_tooling.names import LONG_NAMES, short_dtype
 from kda_tooling.ranks import Ranks
+from kda_tooling.terminal import printable
+
+if TYPE_CHECKING:
+    from kda_kernels import KdaShape
 
 LANES = ("unfused", "unfused+ring", "fused", "fused+ring")
 """`kda_backend.LANES`, here for options, so that ``--help`` need not import torch."""
@@ -38,6 +42,18 @@ ShortDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=_short)]
 LongDtype = Annotated[str, typer.Option(help=_DTYPE_HELP, callback=_long)]
 """``--dtype`` by either name: "bf16" for the command that times, "bfloat16" for one that reads tables or allocates."""
 
+MOST_HEADS = 1 << 20
+MOST_TIMED_HEADS, MOST_TIMED_BATCH, MOST_TIMED_TOKENS = 1024, 4096, 64
+"""Of commands that time kernels: the limits of `kda_tooling.bench.settings`, here for the same reason."""
+
+_HEADS, _HV_HEADS = "Query/key heads, H.", "Value heads, HV; default: as --heads."
+Heads = Annotated[int, typer.Option(max=MOST_HEADS, help=_HEADS)]
+HvHeads = Annotated[int | None, typer.Option(max=MOST_HEADS, help=_HV_HEADS)]
+TimedHeads = Annotated[int, typer.Option(max=MOST_TIMED_HEADS, help=_HEADS)]
+TimedHvHeads = Annotated[int | None, typer.Option(max=MOST_TIMED_HEADS, help=_HV_HEADS)]
+HeadKDim = Annotated[int, typer.Option(help="Key channels of a head, K: 64 or 128.")]
+HeadVDim = Annotated[int, typer.Option(help="Value channels of a head, V: 64 or 128.")]
+
 SHAPE_OPTIONS = {
     "num_heads": "--heads",
     "num_v_heads": "--hv-heads",
@@ -47,11 +63,17 @@ SHAPE_OPTIONS = {
 """Fields of `kda_kernels.KdaShape`, whose errors name them, and the options that set them."""
 
 
-def rename_shape_fields(message: str) -> str:
-    """An error of `kda_kernels.KdaShape` in the words of the command line."""
-    for name, option in SHAPE_OPTIONS.items():
-        message = message.replace(name, option)
-    return message
+def shape_of(heads: int, hv_heads: int | None, head_k_dim: int = 128, head_v_dim: int = 128) -> KdaShape:
+    """The head layout that the options give. Raises ``typer.BadParameter`` in their words."""
+    from kda_kernels import KdaShape
+
+    try:
+        return KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim)
+    except ValueError as error:
+        message = str(error)
+        for name, option in SHAPE_OPTIONS.items():
+            message = message.replace(name, option)
+        raise typer.BadParameter(message) from None
 
 
 def parse_lower_bound(value: str) -> float | None:
@@ -88,11 +110,13 @@ def positive(value: float | None) -> float | None:
 
 def refuse(option: str, message: str) -> typer.BadParameter:
     """The error to raise for an option whose value cannot be used."""
-    return typer.BadParameter(message, param_hint=f"'{option}'")
+    return typer.BadParameter(printable(message), param_hint=f"'{option}'")
 
 
 def check_output_file(option: str, path: Path) -> None:
     """Refuse a file that could not be written after minutes of work. Raises ``typer.BadParameter``."""
+    if str(path).startswith("-"):  # `--json --plot x.png` would write a file called --plot
+        raise refuse(option, f"{path} looks like an option; give ./{path} if a file shall be called so.")
     if path.is_dir():
         raise refuse(option, f"{path} is a folder.")
     if not path.absolute().parent.is_dir():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from kda_tooling.commands.options import check_distinct, check_output_file, refuse
 from kda_tooling.names import TABLE_NAME
+from kda_tooling.terminal import in_a_line
 
 PIPE_WIDTH = 200
 """Columns where no terminal says how many there are: tables are not cropped to 80."""
@@ -27,6 +29,17 @@ def console_for(*files: Path | None) -> Console:
     stderr = any(map(is_stdout, files))
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+
+
+@contextmanager
+def ended_early(what: str) -> Iterator[None]:
+    """Refuse what fails while ``what`` runs (memory, a compiler, a disk) in one line: exit 2, since 1 is a verdict."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):  # RuntimeErrors both
+        raise
+    except (RuntimeError, OSError) as error:
+        raise typer.BadParameter(f"{what} ended early, {in_a_line(error)}") from None
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None) -> None:

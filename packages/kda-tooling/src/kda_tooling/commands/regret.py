@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from kda_tooling.commands.gate import HeadKDim, Heads, HeadVDim, HvHeads, gate
+from kda_tooling.commands.gate import gate
 from kda_tooling.commands.many_values import ManyValuesCommand
-from kda_tooling.commands.options import ShortDtype, rename_shape_fields, require_gpu
-from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
+from kda_tooling.commands.options import HeadKDim, HeadVDim, ShortDtype, TimedHeads, TimedHvHeads, require_gpu
+from kda_tooling.commands.outputs import check_outputs, console_for, ended_early, is_stdout, write_json
 from kda_tooling.commands.tune import (
     EVERY_FORM,
     EVERY_MODE,
@@ -40,10 +40,8 @@ if TYPE_CHECKING:
 BETWEEN = (9, 11, 15, 19, 36, 72)
 """Batch sizes that are measured by default beside those that `kda tune` measures: most tables have none of them."""
 
-RegretSizes = Annotated[
-    list[int] | None,
-    typer.Option("--batch-sizes", help="Requests per batch, B; default: those of kda tune, and 9 11 15 19 36 72."),
-]
+_SIZES_HELP = f"Requests per batch, B; default: those of kda tune, and {' '.join(map(str, BETWEEN))}."
+RegretSizes = Annotated[list[int] | None, typer.Option("--batch-sizes", help=_SIZES_HELP)]
 
 USUAL, MOST, SHARE = 0.03, 0.06, 0.98
 """Regret that a share of the cells keep to, regret that all do, and that share. The help states them."""
@@ -59,8 +57,8 @@ def register() -> None:
 
 
 def regret(
-    heads: Heads = 8,
-    hv_heads: HvHeads = None,
+    heads: TimedHeads = 8,
+    hv_heads: TimedHvHeads = None,
     head_k_dim: HeadKDim = 128,
     head_v_dim: HeadVDim = 128,
     dtype: ShortDtype = "bf16",
@@ -91,7 +89,7 @@ def regret(
             **kinds_of(forms, modes, options, gates), seed=seed,
         )  # fmt: skip
     except ValueError as error:
-        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+        raise typer.BadParameter(str(error)) from None
     check_outputs({"--json": json})
     require_gpu("kda gate regret", READ_ANYWHERE)
     if not batch_sizes:
@@ -134,10 +132,9 @@ def _measure(
     from rich.progress import Progress
 
     from kda_backend.gate.folders import PACKAGED
-    from kda_tooling.tuning.compiling import in_a_line
     from kda_tooling.tuning.regret import measure_regret
 
-    with Progress(console=Console(stderr=True)) as progress:
+    with ended_early("measuring"), Progress(console=Console(stderr=True)) as progress:
         compiling = progress.add_task("compiling", total=None)
         measuring = progress.add_task("measuring groups", total=None)
 
@@ -152,10 +149,8 @@ def _measure(
                 on_compiled=lambda done, of: progress.update(compiling, completed=done, total=of),
                 on_group=on_group,
             )  # fmt: skip
-        except (ValueError, OSError, ImportError) as error:
+        except (ValueError, ImportError) as error:
             raise typer.BadParameter(str(error)) from None
-        except RuntimeError as error:  # exit 2: 1 says that a choice is too slow
-            raise typer.BadParameter(f"measuring ended early, {in_a_line(error)}") from None
         progress.update(measuring, total=1, completed=1, description="measured")
     return result
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kda_tooling.commands.options import check_distinct, check_output_file
-from kda_tooling.commands.outputs import console_for
+from kda_tooling.commands.options import check_output_file, refuse
+from kda_tooling.commands.outputs import check_outputs, console_for, write_output
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -33,6 +33,18 @@ def show(result: SweepResult, every_arm: bool, console: Console) -> None:
         console.print(table)
 
 
+def check_picture(plot: Path | None) -> None:
+    """Refuse a picture of a type that cannot be drawn, before anything is read or measured for it."""
+    from kda_tooling.bench.plot import check_picture_path
+
+    if plot is None:
+        return
+    try:
+        check_picture_path(plot)
+    except ValueError as error:
+        raise refuse("--plot", f"{error}.") from None
+
+
 def _read(page: Path) -> str:
     """The page's text with its own line ends, whatever else it holds kept for `str.encode` with surrogateescape."""
     return page.read_bytes().decode("utf-8", "surrogateescape")
@@ -48,7 +60,10 @@ def report(
         Path | None,
         typer.Option(help="Replace the results between this file's markers.", exists=True, dir_okay=False),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the results here ('-': standard output), several as a list of them."),
+    ] = None,
 ) -> None:
     """Show stored sweeps as tables; redraw their picture; renew the README's results from them."""
     from kda_tooling.bench.markdown import replace_block, results_block
@@ -57,8 +72,9 @@ def report(
 
     if readme is not None:
         check_output_file("--readme", readme)
+    check_picture(plot)
     for source in results:
-        check_distinct({"RESULTS": source, "--readme": readme, "--plot": plot})
+        check_outputs({"--json": json_file, "--plot": plot}, {"RESULTS": source, "--readme": readme})
     try:
         loaded = [(load_results(path), path) for path in results]
         page = None if readme is None else replace_block(_read(readme), results_block(loaded, readme, plot))
@@ -71,9 +87,8 @@ def report(
             typer.echo(f"{readme}: {'unchanged' if same else 'results renewed'}", err=True)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    if json:
-        texts = [result.to_json() for result, _ in loaded]
-        typer.echo(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
+    texts = [result.to_json() for result, _ in loaded]
+    write_output(json_file, (texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]") + "\n")
+    console = console_for(json_file)
     for result, _ in loaded:
-        if not json:
-            show(result, every_arm, console_for())
+        show(result, every_arm, console)

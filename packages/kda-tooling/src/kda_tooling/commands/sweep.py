@@ -13,14 +13,18 @@ from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
     LANES,
+    HeadKDim,
+    HeadVDim,
     ShortDtype,
+    TimedHeads,
+    TimedHvHeads,
     parse_lower_bound,
     refuse,
-    rename_shape_fields,
     require_gpu,
+    shape_of,
 )
-from kda_tooling.commands.outputs import check_outputs, console_for, write_output
-from kda_tooling.commands.report import show
+from kda_tooling.commands.outputs import check_outputs, console_for, ended_early, write_output
+from kda_tooling.commands.report import check_picture, show
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -40,13 +44,7 @@ def register(app: typer.Typer) -> None:
 
 def _check_outputs(json: Path | None, plot: Path | None) -> None:
     """Refuse files that could not be written after minutes of measuring."""
-    from kda_tooling.bench.plot import check_picture_path
-
-    if plot is not None:
-        try:
-            check_picture_path(plot)
-        except ValueError as error:
-            raise refuse("--plot", f"{error}.") from None
+    check_picture(plot)
     check_outputs({"--json": json, "--plot": plot})
 
 
@@ -56,10 +54,10 @@ def sweep(
     ] = list(LANES),  # noqa: B006
     batch_sizes: Annotated[list[int], typer.Option(help="Requests per batch, B.")] = [1, 4, 16, 64],  # noqa: B006
     draft_tokens: Annotated[list[int], typer.Option(help="Tokens verified per request, T.")] = [4],  # noqa: B006
-    heads: Annotated[int, typer.Option(help="Query/key heads, H.")] = 8,
-    hv_heads: Annotated[int | None, typer.Option(help="Value heads, HV; default: as --heads.")] = None,
-    head_k_dim: Annotated[int, typer.Option(help="K: 64 or 128.")] = 128,
-    head_v_dim: Annotated[int, typer.Option(help="V: 64 or 128.")] = 128,
+    heads: TimedHeads = 8,
+    hv_heads: TimedHvHeads = None,
+    head_k_dim: HeadKDim = 128,
+    head_v_dim: HeadVDim = 128,
     lower_bound: Annotated[
         str, typer.Option(help="Safe gate's bound, below 0; 'none' for the standard gate.")
     ] = "-5.0",
@@ -93,8 +91,10 @@ def sweep(
     json: Annotated[Path | None, typer.Option(help="Write the results here ('-': standard output).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latency against batch size here (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Time verify lanes, rounds or commits on this GPU: bits checked first, arms interleaved, L2 cold, floor beside."""
-    from kda_kernels import KdaShape
+    """Time verify lanes, rounds or commits on this GPU: bits checked first, arms interleaved, L2 cold, floor beside.
+
+    Exit code 1 when arms differ in a bit, 2 for wrong arguments or an early end.
+    """
     from kda_tooling.bench.settings import SweepSettings
     from kda_tooling.peers import load_peer
 
@@ -108,7 +108,7 @@ def sweep(
         settings = SweepSettings(
             lanes=tuple(dict.fromkeys(lanes)), batch_sizes=tuple(sorted(set(batch_sizes))),
             draft_tokens=tuple(sorted(set(draft_tokens))),
-            shape=KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
+            shape=shape_of(heads, hv_heads, head_k_dim, head_v_dim),
             dtype=dtype, lower_bound=bound, bias=bias, forms=forms,
             kind="round" if round_ else "commit" if commit else "verify", accept=accept,
             sweep_configs=sweep_bv, hot=hot, passes=passes, peers=tuple(peer), seed=seed,
@@ -117,7 +117,7 @@ def sweep(
         for spec in settings.peers:
             load_peer(spec)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+        raise typer.BadParameter(str(error)) from None
     _check_outputs(json, plot)
     require_gpu(
         "a sweep",
@@ -148,19 +148,19 @@ def _measure(settings: SweepSettings) -> SweepResult:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(stderr=True)
-    peers = [load_peer(spec) for spec in settings.peers]
-    arms = {
-        t: build_arms(settings, build_problems(settings, t, 1, 1, "cuda").layers[0], peers)
-        for t in settings.draft_tokens
-    }
-    jobs = compile_jobs(settings, arms)
-    started = time.monotonic()
-    with Progress(console=console) as progress:
-        task = progress.add_task(f"compiling {len(jobs)} variants", total=len(jobs))
-        compile_all(settings, jobs, on_done=lambda name: progress.advance(task))
-    compiled = time.monotonic()
-    cells = settings.cells()
-    try:
+    with ended_early("the sweep"):
+        peers = [load_peer(spec) for spec in settings.peers]
+        arms = {
+            t: build_arms(settings, build_problems(settings, t, 1, 1, "cuda").layers[0], peers)
+            for t in settings.draft_tokens
+        }
+        jobs = compile_jobs(settings, arms)
+        started = time.monotonic()
+        with Progress(console=console) as progress:
+            task = progress.add_task(f"compiling {len(jobs)} variants", total=len(jobs))
+            compile_all(settings, jobs, on_done=lambda name: progress.advance(task))
+        compiled = time.monotonic()
+        cells = settings.cells()
         with Progress(console=console) as progress:
             task = progress.add_task("measuring", total=len(cells))
 
@@ -170,10 +170,11 @@ def _measure(settings: SweepSettings) -> SweepResult:
                     completed=cells.index((draft_tokens, batch)),
                 )  # fmt: skip
 
-            result = run_sweep(settings, on_cell)
+            try:
+                result = run_sweep(settings, on_cell)
+            except BitsDifferError as error:
+                console.print(f"[red]Bits differ, nothing was timed:[/red] {plain(error)}", highlight=False)
+                raise typer.Exit(1) from None
             progress.update(task, completed=len(cells))
-    except BitsDifferError as error:
-        console.print(f"[red]Bits differ, nothing was timed:[/red] {plain(error)}", highlight=False)
-        raise typer.Exit(1) from None
     console.print(f"compiled in {compiled - started:.0f} s, measured in {time.monotonic() - compiled:.0f} s")
     return result

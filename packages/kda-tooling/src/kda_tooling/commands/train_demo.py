@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kda_tooling.commands.options import check_output_folder, positive, refuse, resolve_device
+from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.terminal import plain
 
 MAX_BATCH = 4096
@@ -41,7 +41,9 @@ def train_demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.", min=0, max=2**63 - 1)] = 0,
     compile_model: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
     eval_bytes: Annotated[int | None, typer.Option(help="Measure on about so many held-out bytes only.", min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the metadata as JSON on stdout.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the metadata here ('-': standard output).")
+    ] = None,
 ) -> None:
     """Train the demo's byte-level model on the standard library's source and measure it on held-out modules.
 
@@ -53,6 +55,8 @@ def train_demo(
             f"{batch} sequences of {sequence} bytes are {batch * sequence} a step; at most {MAX_STEP_BYTES}.",
         )
     check_output_folder("--out", out)
+    for made in (out, out / "demo_model.safetensors", out / "demo_model.json"):
+        check_outputs({"--json": json_file}, {"--out": made})
     device = resolve_device(device)
     from kda_tooling.demo import training
 
@@ -77,10 +81,9 @@ def train_demo(
     except training.DivergedError as error:
         console.print(f"[red]The model diverged, nothing is saved:[/red] {plain(error)}", highlight=False)
         raise typer.Exit(1) from None
+    write_json(json_file, metadata)
     bits = metadata["bits_per_byte"]
-    console.print(
+    console_for(json_file).print(
         f"held-out bits per byte: model [bold]{bits['model']:.3f}[/bold], "
         f"byte 3-gram [bold]{bits['byte_3gram']:.3f}[/bold] ({bits['byte_3gram_smoothing']}); saved in {plain(out)}"
     )
-    if as_json:
-        typer.echo(json.dumps(metadata, allow_nan=False))

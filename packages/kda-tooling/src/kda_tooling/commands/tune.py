@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,17 +11,21 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from kda_tooling.commands.gate import GATES, MODES, OPTION_WORDS, OPTIONS, HeadKDim, Heads, HeadVDim, HvHeads
+from kda_tooling.commands.gate import GATES, MODES, OPTION_WORDS, OPTIONS
 from kda_tooling.commands.many_values import ManyValuesCommand
 from kda_tooling.commands.options import (
     FORMS,
+    HeadKDim,
+    HeadVDim,
     ShortDtype,
+    TimedHeads,
+    TimedHvHeads,
     check_output_folder,
     refuse,
-    rename_shape_fields,
     require_gpu,
+    shape_of,
 )
-from kda_tooling.commands.outputs import check_outputs, console_for, write_json
+from kda_tooling.commands.outputs import check_outputs, console_for, ended_early, write_json
 from kda_tooling.names import long_dtype
 from kda_tooling.terminal import plain
 
@@ -67,8 +72,8 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
-    heads: Heads = 8,
-    hv_heads: HvHeads = None,
+    heads: TimedHeads = 8,
+    hv_heads: TimedHvHeads = None,
     head_k_dim: HeadKDim = 128,
     head_v_dim: HeadVDim = 128,
     dtype: ShortDtype = "bf16",
@@ -111,7 +116,7 @@ def tune(
             **kinds_of(forms, modes, options, gates), margin=margin, passes=passes, finalists=finalists, seed=seed,
         )  # fmt: skip
     except ValueError as error:
-        raise typer.BadParameter(rename_shape_fields(str(error))) from None
+        raise typer.BadParameter(str(error)) from None
     check_output_folder("--into", into)
     check_outputs({"--json": json})
     try:
@@ -157,12 +162,10 @@ def grid_of(
     draft_tokens: list[int],
     batch_sizes: list[int] | None,
 ) -> dict[str, Any]:
-    """The options that say which shape and sizes, as `TuneSettings` has them. Raises ValueError for the shape."""
-    from kda_kernels import KdaShape
-
+    """The options that say which shape and sizes, as `TuneSettings` has them."""
     sizes = {"batch_sizes": tuple(sorted(set(batch_sizes)))} if batch_sizes else {}
     return {
-        "shape": KdaShape(heads, heads if hv_heads is None else hv_heads, head_k_dim, head_v_dim),
+        "shape": shape_of(heads, hv_heads, head_k_dim, head_v_dim),
         "dtype": dtype,
         "draft_tokens": tuple(sorted(set(draft_tokens))),
         **sizes,
@@ -188,10 +191,9 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool, proc
     """Run with a progress bar for compiling and one for the groups."""
     from rich.progress import Progress
 
-    from kda_tooling.tuning.compiling import in_a_line
     from kda_tooling.tuning.run import run_tune
 
-    with Progress(console=Console(stderr=True)) as progress:
+    with ended_early("tuning"), Progress(console=Console(stderr=True)) as progress:
         compiling = progress.add_task("compiling candidates", total=None)
         measuring = progress.add_task("measuring groups", total=None)
         try:
@@ -205,8 +207,6 @@ def _measure(settings: TuneSettings, into: Path, fresh: bool, resume: bool, proc
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        except (RuntimeError, OSError) as error:  # exit 2: 1 says that --check found a change
-            raise typer.BadParameter(f"tuning ended early, {in_a_line(error)}") from None
         progress.update(measuring, total=1, completed=1, description="measured")
     return result
 
@@ -230,10 +230,7 @@ def _summary(result: TuneResult) -> dict[str, Any]:
 
 
 def _lane_counts(result: TuneResult) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for key in result.measured:
-        lane = result.table.verdict(result.table.by_key[key])
-        counts[lane] = counts.get(lane, 0) + 1
+    counts = Counter(result.table.verdict(result.table.by_key[key]) for key in result.measured)
     return dict(sorted(counts.items()))
 
 

@@ -50,7 +50,7 @@ def continuation_panels(report: dict[str, Any]) -> Group:
         for character, mark in zip(continuation, marks, strict=True):
             text.append(character, style="bold green" if mark == "d" else "bold cyan")
         title = f"{plain(prompt['source'])} ({prompt['prompt_bytes']} bytes of prompt)"
-        panels.append(Panel(text, title=title, title_align="left"))
+        panels.append(Panel(text, title=title, title_align="left", expand=False))
     return Group(*panels, Text("dim: prompt · cyan: chosen by the model · green: draft accepted by it", style="dim"))
 
 

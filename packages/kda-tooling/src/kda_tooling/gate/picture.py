@@ -32,7 +32,7 @@ def plot(table: Table, path: Path) -> None:
     """Draw ``table`` to ``path``.
 
     Raises:
-        ValueError: the file's type or folder cannot be used, or there is nothing to draw.
+        ValueError: the file's type cannot be used, or there is nothing to draw.
     """
     check_picture_path(path)
     digest = "sha256:" + hashlib.sha256(dump_table(table).encode()).hexdigest()

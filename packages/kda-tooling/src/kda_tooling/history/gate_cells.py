@@ -56,14 +56,12 @@ def gate_place(name: CellName, param_names: tuple[str, ...]) -> GatePlace | None
     given = dict(zip(param_names, name.params, strict=True))
     if any(one not in given for one in NEEDED):
         return None
-    lane, *words = given["lane"].split()  # a sweep's column: the lane, then "chunked" and "fold-on-verify"
-    if lane not in LANES:
+    lane, *words = given["lane"].split()  # a sweep's column: the lane, "chunked", then words of pool options
+    if lane not in LANES or set(words) - {"chunked"}:
         return None
     said = dict(DEFAULTS)
-    if "chunked" in words:
+    if words:
         said["form"] = "chunked"
-    if "fold-on-verify" in words:
-        said["option"] = "fold-on-verify"
     said |= {one: given[one] for one in DEFAULTS if one in given}
     try:
         shape = KdaShape(*(int(said[one]) for one in ("H", "HV", "K", "V")))

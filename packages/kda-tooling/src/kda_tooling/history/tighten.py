@@ -6,6 +6,7 @@ import difflib
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kda_backend.gate import Cell, CellKey, Closed, Table, dump_table, judged
@@ -292,10 +293,7 @@ def _around(key: CellKey, known: Iterable[CellKey]) -> tuple[CellKey, CellKey] |
 
 def _last_while(points: list[Point], holds: Callable[[Point], bool]) -> list[Point]:
     """The longest run of points at the end that all hold, oldest first."""
-    first = len(points)
-    while first and holds(points[first - 1]):
-        first -= 1
-    return points[first:]
+    return list(takewhile(holds, reversed(points)))[::-1]
 
 
 def _ratios(points: Iterable[Point]) -> str:

@@ -16,8 +16,9 @@ fill the tile once, the layout that reads a state row in the fewest, longest pie
 PORTABLE_TILES = ((8, 1), (16, 1), (32, 1), (16, 4), (32, 4))
 """Of the portable kernel, for devices or lengths that the other does not take."""
 
+SM_REGISTERS = 65_536
 REGISTER_CAPS = (128, 168)
-"""Registers per thread at which one more four-warp program fits an SM of 65,536 registers: four, and three."""
+"""Registers per thread at which one more four-warp program fits an SM of `SM_REGISTERS`: four, and three."""
 
 MOST_SPILLS = 256
 """Bytes of stack per thread above which a configuration is not timed: every measured one lost."""
@@ -70,11 +71,11 @@ def capped(config: LaunchConfig, figures: Figures) -> list[LaunchConfig]:
     if config.rows_per_thread is None or config.max_registers is not None or figures.spills:
         return []
     threads = 32 * config.num_warps
-    fits = 65536 // (figures.registers * threads)
+    fits = SM_REGISTERS // (figures.registers * threads)
     return [
         replace(config, max_registers=cap)
         for cap in REGISTER_CAPS
-        if cap < figures.registers and 65536 // (cap * threads) > fits
+        if cap < figures.registers and SM_REGISTERS // (cap * threads) > fits
     ][-1:]
 
 

@@ -15,7 +15,8 @@ from kda_tooling.bench.bits import BitsCheck
 from kda_tooling.bench.sweep import build_problems, calls_of, rotation_layers
 from kda_tooling.bench.timing import Replayable, Timing, measure_interleaved, record, run_once
 from kda_tooling.peers import Peer
-from kda_tooling.tuning.compiling import REFERENCE, arm_of, in_a_line
+from kda_tooling.terminal import in_a_line
+from kda_tooling.tuning.compiling import REFERENCE, arm_of
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_shared, gpu_turn
 

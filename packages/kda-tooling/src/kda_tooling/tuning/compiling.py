@@ -24,6 +24,8 @@ from kda_tooling.bench.sweep import build_problems
 from kda_tooling.bench.warmup import MAX_WORKERS
 from kda_tooling.compiling.stats import registers_and_spills
 from kda_tooling.cores import usable_cores
+from kda_tooling.problem import Problems
+from kda_tooling.terminal import in_a_line
 from kda_tooling.tuning.candidates import Figures, candidates, capped, ruled_out
 from kda_tooling.tuning.settings import Group, TuneSettings
 
@@ -104,7 +106,6 @@ class Compiling:
         jobs: what to compile, and with it what `capped` makes of it.
         target: name of the GPU's target in `kda_kernels.aot.TARGETS`; None: compilers launch on the device.
         on_done: called with (done, of) after each job, from another thread.
-        workers: processes; None: as many as there are cores but one.
         references: compile what the jobs' groups compare bits with, too: left to whoever measures, it would be compiled
             in a turn on the GPU.
     """
@@ -115,13 +116,12 @@ class Compiling:
         jobs: Sequence[Job],
         target: str | None = None,
         on_done: Callable[[int, int], None] = lambda done, of: None,
-        workers: int | None = None,
         references: bool = True,
     ) -> None:
         self._jobs, self._on_done = jobs, on_done
         self._done = self._deaths = 0
         self._counting = Lock()
-        count = max(1, min(workers or usable_cores() - 1, MAX_WORKERS, len(jobs)))
+        count = max(1, min(usable_cores() - 1, MAX_WORKERS, len(jobs)))
         self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
         for _ in range(count):
             self._idle.put(_compiler())
@@ -238,10 +238,15 @@ def compile_one(
     return results
 
 
+def check_problems(settings: TuneSettings, group: Group, device: str) -> Problems:
+    """What bits are checked on: one layer of `CHECK_BATCH` requests."""
+    return build_problems(settings.sweep_settings(group), group.draft_tokens, CHECK_BATCH, 1, device)
+
+
 def compile_reference(settings: TuneSettings, group: Group, target: str | None = None, device: str = "cuda") -> None:
     """Compile what two rounds of `REFERENCE` launch; ``target`` and ``device`` as `compile_one`'s."""
     device = "cpu" if target else device
-    problems = build_problems(settings.sweep_settings(group), group.draft_tokens, CHECK_BATCH, 1, device)
+    problems = check_problems(settings, group, device)
     arm = arm_of(settings, group, group.lanes[0], REFERENCE)
     accept_lens = torch.ones(CHECK_BATCH, dtype=torch.int32, device=device)
     with capture(target) if target else nullcontext():
@@ -280,9 +285,3 @@ def _figures_of_launches(call: Callable[[], Any]) -> Figures:
         registers=max((kernel.n_regs for kernel in kernels), default=0),
         spills=max((4 * kernel.n_spills for kernel in kernels), default=0),  # Triton counts words
     )
-
-
-def in_a_line(error: BaseException) -> str:
-    """The error's class and message, as a table may hold it."""
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__

@@ -10,8 +10,7 @@ import torch
 
 from kda_kernels import _launch
 from kda_tooling.bench.arms import Arm
-from kda_tooling.bench.sweep import build_problems
-from kda_tooling.tuning.compiling import CHECK_BATCH
+from kda_tooling.tuning.compiling import check_problems
 from kda_tooling.tuning.settings import Group, TuneSettings
 
 
@@ -23,7 +22,7 @@ def load_kernels(settings: TuneSettings, group: Group, arms: Iterable[Arm], devi
     """
     if device != "cuda":
         return
-    problem = build_problems(settings.sweep_settings(group), group.draft_tokens, CHECK_BATCH, 1, "cpu").layers[0]
+    problem = check_problems(settings, group, "cpu").layers[0]
     before = _launch.LAUNCHER, _launch.TARGET_OVERRIDE
     _launch.LAUNCHER, _launch.TARGET_OVERRIDE = _load, _launch.current_target(torch.device(device))
     try:

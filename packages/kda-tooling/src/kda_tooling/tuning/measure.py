@@ -13,11 +13,11 @@ from kda_backend.gate.cells import LaneFigures
 from kda_kernels import LaunchConfig
 from kda_tooling.bench.arms import Arm
 from kda_tooling.bench.bits import BitsCheck, BitsDifferError
-from kda_tooling.bench.sweep import build_problems
 from kda_tooling.problem import Problems
+from kda_tooling.terminal import in_a_line
 from kda_tooling.tuning.candidates import fits_heads
 from kda_tooling.tuning.capturing import Captured, Times, captured_arms, deciding, passing
-from kda_tooling.tuning.compiling import CHECK_BATCH, REFERENCE, Compiled, Failure, arm_of, in_a_line
+from kda_tooling.tuning.compiling import CHECK_BATCH, REFERENCE, Compiled, Failure, arm_of, check_problems
 from kda_tooling.tuning.loading import load_kernels
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_shared
@@ -134,11 +134,6 @@ def _near(times: Times, arms: Sequence[Arm], group: Group) -> list[str]:
         found += [name for name in names if deciding(times[name]) <= (1 + NEAR) * deciding(times[names[0]])]
         found += [arm.name for arm in arms if arm.lane == lane and not names]
     return found
-
-
-def check_problems(settings: TuneSettings, group: Group, device: str) -> Problems:
-    """What bits are checked on: one layer of `CHECK_BATCH` requests."""
-    return build_problems(settings.sweep_settings(group), group.draft_tokens, CHECK_BATCH, 1, device)
 
 
 def _checked(settings: TuneSettings, group: Group, compiled: Compiled, device: str) -> tuple[list[Arm], list[Failure]]:

@@ -23,11 +23,10 @@ from kda_tooling.peers import load_peer
 from kda_tooling.tuning.capturing import captured_arms, deciding
 from kda_tooling.tuning.compiling import Compiling, Job, arm_of, compile_target
 from kda_tooling.tuning.loading import load_kernels
+from kda_tooling.tuning.measure import FINAL_PASSES
 from kda_tooling.tuning.run import count_of, table_file, target_of
 from kda_tooling.tuning.settings import Group, TuneSettings
 from kda_tooling.tuning.sharing import gpu_turn, measured_in_processes
-
-PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def _measure_group(
         with captured_arms(
             settings, group, batch, list(arms.values()), machine.l2_bytes, settings.seed, peers=loaded
         ) as captured:
-            times = captured.times([arm.name for arm in captured.arms], PASSES)
+            times = captured.times([arm.name for arm in captured.arms], FINAL_PASSES)
         us = {name: deciding(time) for name, time in times.items()}
         lanes = {name: arm.lane for name, arm in arms.items()}
         results.append(regret_of(group, batch, decision, chosen.name, lanes, us))

@@ -26,7 +26,6 @@ ARM = re.compile(r"\w+ [\w+]+( [\w.+-]+)*")
 LEAST_JUDGED = 0.5
 """Share of a run's cells below which nothing is said: a verdict over a few cells would be taken for one over all."""
 
-Times = dict[str, float]
 """Arm's name -> microseconds."""
 
 
@@ -79,7 +78,7 @@ def joined(runs: Sequence[RegretResult]) -> RegretResult:
     return replace(runs[0], cells=cells, left_out=left_out)
 
 
-def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], Times]]:
+def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], dict[str, float]]]:
     """What a run is about, where it was made, and of each cell the arms' times; ValueError where it is no run."""
     if not isinstance(run, dict) or not {"table", "machine", "cells"} <= set(run):
         raise ValueError("no result of kda gate regret --json: it has no table, machine and cells")
@@ -107,7 +106,7 @@ def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], T
     if (own := table_file(settings, machine, Path()).name) != run["table"]:
         raise ValueError(f"table must be that of machine.gpu, {own}, got {run['table']}")
     groups = {str(group): group for group in settings.groups()}
-    cells: dict[tuple[Group, int], Times] = {}
+    cells: dict[tuple[Group, int], dict[str, float]] = {}
     for number, cell in enumerate(run["cells"]):
         group, batch, arms = (cell.get(key) for key in ("group", "batch", "arms"))
         where = f"cells[{number}]"
