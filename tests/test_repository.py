@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import noxfile
+from kda_backend.lanes import OLDEST_ARCH
+from kda_tooling.commands import doctor
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     # distribution -> what it may depend on; arrows go one way, tooling -> backend -> kernels
@@ -32,6 +36,15 @@ def project(name: str) -> dict[str, object]:
 def test_declared_dependencies(name: str) -> None:
     declared = {re.match(r"[\w-]+", requirement)[0] for requirement in project(name)["dependencies"]}
     assert declared == PACKAGES[name]
+
+
+def test_the_oldest_versions_are_the_declared_ones() -> None:
+    """`kda doctor` names them, and nox's session of the oldest ones installs them."""
+    declared = dict(requirement.split(">=") for requirement in project("kda-kernels")["dependencies"])
+    assert {name: ".".join(map(str, least)) for name, least in doctor.LEAST_VERSIONS.items()} == declared
+    oldest = {name: version.removesuffix(".0") for name, version in noxfile.LOWEST.items()}
+    assert oldest == {name: version for name, version in declared.items() if name != "torch"}
+    assert doctor.LEAST_SM == OLDEST_ARCH
 
 
 def test_the_three_share_version_python_and_licence() -> None:
