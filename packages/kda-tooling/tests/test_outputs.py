@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from kda_tooling.commands.options import refuse
+from kda_tooling.cli import app
 from kda_tooling.commands.outputs import check_outputs, console_for, ended_early, write_json, write_output
 
 
@@ -76,7 +77,26 @@ def test_verdicts_and_refusals_pass_as_they_are(error: Exception) -> None:
 
 
 def test_a_refusal_holds_no_control_characters() -> None:
-    assert refuse("--json", "the file \x1b[2J[closed]").message == "the file \N{REPLACEMENT CHARACTER}[2J[closed]"
+    said = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--json", "/no \x1b[2J such/folder.json"])
+    assert said.exit_code == 2
+    assert "/no \N{REPLACEMENT CHARACTER}[2J such is missing" in said.output
+    assert "\x1b[2J" not in said.output
+
+
+def test_help_wraps_at_the_terminal_s_width_alone() -> None:
+    said = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["gate", "rejudge", "--help"]).output
+    assert "the others are listed. All runs of a table are taken together, a cell of several once, by the worst" in said
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"]])
+def test_a_reader_who_leaves_is_no_verdict(arguments: list[str]) -> None:
+    """Exit code 2, not 1, where what is printed is cut off (``| head -1``)."""
+    command = [sys.executable, "-m", "kda_tooling", "gate", "show", "--device-name", "NVIDIA H200", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        running.wait()
+    assert running.returncode == 2
 
 
 needs_full_disk = pytest.mark.skipif(

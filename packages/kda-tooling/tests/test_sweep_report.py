@@ -184,6 +184,12 @@ def test_only_the_part_between_the_markers_is_replaced_and_again_the_same(exampl
     assert once.count("Renewed by `kda report data/x.json --readme README.md`.") == 1
 
 
+def test_odd_names_are_quoted_where_a_page_uses_them(example: SweepResult, tmp_path: Path) -> None:
+    text = results_block([(example, tmp_path / "a b.json")], tmp_path / "R.md", tmp_path / "p [1] (a).png")
+    assert "](p%20%5B1%5D%20%28a%29.png)" in text
+    assert "`kda report 'a b.json' --readme R.md --plot 'p [1] (a).png'`" in text
+
+
 @pytest.mark.parametrize(
     "text",
     ["nothing", f"{BEGIN} only", f"only {END}", f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}", f"{BEGIN} {END} {END}"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import re
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -26,13 +28,13 @@ from kda_tooling.commands import (
     train_demo,
     tune,
 )
-from kda_tooling.terminal import tolerate_encodings
+from kda_tooling.terminal import printable, tolerate_encodings
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Commands(TyperGroup):
-    """The commands, whose output any terminal encoding takes, and a full disk ends in one line."""
+    """The commands. Any terminal's encoding takes their output, a full disk or a closed pipe ends them in one line."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run; where standard output has no space left, exit with 2, since 1 may mean something else."""
@@ -42,6 +44,16 @@ class Commands(TyperGroup):
             if error.errno not in NO_SPACE or error.filename is not None:
                 raise
             _no_space(error)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; what it refuses may be quoted from a file, and shall not steer the terminal."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            _no_space(error)
+        except typer.BadParameter as error:
+            error.message = printable(error.message)
+            raise
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the streams before the first word, help included, is printed."""
@@ -80,6 +92,12 @@ regret.register()
 rejudge.register()
 regressions.register(app)
 gate_history.register()
+
+
+for command in (*app.registered_commands, *gate.gate.registered_commands):
+    if command.help is None and command.callback is not None:
+        # rich would keep the line breaks within a docstring's paragraphs, and add those of the terminal
+        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command.callback) or "")
 
 
 def _show_version(asked: bool) -> None:

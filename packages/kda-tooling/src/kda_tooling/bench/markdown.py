@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import command_of
@@ -126,11 +128,11 @@ def results_block(results: Sequence[tuple[SweepResult, Path]], page: Path, pictu
     subjects = dict.fromkeys(result.subject for result, _ in results)
     parts = [summary_markdown([result for result, _ in results if result.subject == one]) for one in subjects]
     if picture is not None:
-        parts.append(f"![Latency against batch size: lanes, peers and byte floor]({relative(picture)})\n")
+        parts.append(f"![Latency against batch size: lanes, peers and byte floor]({quote(relative(picture))})\n")
         command += ["--plot", relative(picture)]
     parts.append("<details><summary>Every lane in microseconds, the byte floor, and how it was measured</summary>\n")
     parts += [results_markdown(result, relative(source)) for result, source in results]
-    return "\n".join([*filter(None, parts), f"</details>\n\nRenewed by `{' '.join(command)}`.\n"])
+    return "\n".join([*filter(None, parts), f"</details>\n\nRenewed by `{shlex.join(command)}`.\n"])
 
 
 def replace_block(text: str, block: str) -> str:

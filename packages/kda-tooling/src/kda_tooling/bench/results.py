@@ -13,6 +13,7 @@ from kda_kernels import KdaShape
 from kda_tooling.bench.fields import check_number, check_text, check_type, checked_fields
 from kda_tooling.bench.machine import Machine
 from kda_tooling.bench.settings import KINDS, MAX_BATCH, SweepSettings
+from kda_tooling.files import file_text
 
 SCHEMA = 1
 OPTIONAL_SETTINGS = frozenset({"forms", "indices_ready", "fold_on_verify", "compact_window"})
@@ -146,7 +147,8 @@ class SweepResult:
         return json.dumps(head, indent=1, allow_nan=False)[:-2] + ',\n "cells": [\n' + ",\n".join(cells) + "\n ]\n}"
 
 
-def _machine(data: Any, where: str) -> Machine:
+def checked_machine(data: Any, where: str) -> Machine:
+    """The machine that a result names. Raises ValueError where a value is of another type or out of range."""
     machine = Machine(**checked_fields(Machine, data, where))
     check_number("sm", machine.sm, 0, 10_000, where)
     check_number("l2_bytes", machine.l2_bytes, 0, MOST_COUNT, where)
@@ -234,7 +236,7 @@ def parse_results(text: str, where: str) -> SweepResult:
         check_type("peers", version, str, where)
         check_text("peers", version, f"{where}: {name}")
     return SweepResult(
-        machine=_machine(data["machine"], f"{where}: machine"),
+        machine=checked_machine(data["machine"], f"{where}: machine"),
         settings=settings,
         peers=data["peers"],
         cells=[_cell(cell, f"{where}: cell {i}") for i, cell in enumerate(data["cells"])],
@@ -248,8 +250,4 @@ def load_results(path: Path) -> SweepResult:
         ValueError: the file is not a sweep of this schema; the message says what is wrong.
         OSError: the file cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return parse_results(text, str(path))
+    return parse_results(file_text(path), str(path))

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from kda_tooling.commands.memory import MOST
 from kda_tooling.commands.options import FORMS, HeadKDim, Heads, HeadVDim, HvHeads, LongDtype, refuse, shape_of
 from kda_tooling.commands.outputs import check_outputs, console_for, is_stdout, write_json
-from kda_tooling.terminal import plain, printable
+from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +220,7 @@ def show(
         if picture is not None:
             plot(loaded[0], picture)
     except ValueError as error:
-        raise typer.BadParameter(printable(str(error))) from None
+        raise typer.BadParameter(str(error)) from None
     except OSError as error:
         raise refuse("--plot", f"{picture} cannot be written: {error.strerror}; name another file.") from None
     for table in loaded:
@@ -258,9 +258,7 @@ def _named_table(folder: Path | None, shape: KdaShape, device_name: str, dtype: 
         there = sorted(each.name for each in where.glob("*.json"))
         listed = "no table at all" if not there else "these: " + "; ".join(there[:20])
         raise typer.BadParameter(
-            printable(
-                f"there is no {path.name} in {where}, but {listed}. 'kda tune --into tables' with these heads measures "
-                "one on this GPU; then --tables tables."
-            )
+            f"there is no {path.name} in {where}, but {listed}. 'kda tune --into tables' with these heads measures "
+            "one on this GPU; then --tables tables."
         )
     return path

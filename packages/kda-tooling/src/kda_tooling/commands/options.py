@@ -13,7 +13,6 @@ import typer
 
 from kda_tooling.names import LONG_NAMES, short_dtype
 from kda_tooling.ranks import Ranks
-from kda_tooling.terminal import printable
 
 if TYPE_CHECKING:
     from kda_kernels import KdaShape
@@ -110,7 +109,7 @@ def positive(value: float | None) -> float | None:
 
 def refuse(option: str, message: str) -> typer.BadParameter:
     """The error to raise for an option whose value cannot be used."""
-    return typer.BadParameter(printable(message), param_hint=f"'{option}'")
+    return typer.BadParameter(message, param_hint=f"'{option}'")
 
 
 def check_output_file(option: str, path: Path) -> None:

@@ -24,11 +24,21 @@ def is_stdout(file: Path | None) -> bool:
     return str(file) == "-"
 
 
+class _Console(Console):
+    """A console whose reader may leave (``| head -1``) without the exit code becoming 1, which is a verdict."""
+
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(2) from None
+
+
 def console_for(*files: Path | None) -> Console:
     """Where people read: beside data on standard output, that is standard error."""
     stderr = any(map(is_stdout, files))
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+    console = _Console(stderr=stderr)
+    return console if console.is_terminal else _Console(stderr=stderr, width=PIPE_WIDTH)
 
 
 @contextmanager

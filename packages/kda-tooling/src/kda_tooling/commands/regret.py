@@ -166,7 +166,7 @@ def show(
     title = f"regret by {result.table}" + ("" if run is None else f" in {run}")
     grid = Grid(title=plain(title), title_justify="left")
     for name in ("cells of", "number", "fused", "worst at", "chosen", "best", "regret", "over the peers, worst"):
-        grid.add_column(name)
+        grid.add_column(name, overflow="fold")
     for group in dict.fromkeys(cell.group for cell in result.cells):
         cells = [cell for cell in result.cells if cell.group == group]
         worst = max(cells, key=lambda cell: cell.share)

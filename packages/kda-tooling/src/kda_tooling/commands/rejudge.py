@@ -15,6 +15,7 @@ from kda_tooling.commands.gate import gate
 from kda_tooling.commands.options import refuse
 from kda_tooling.commands.outputs import check_outputs, console_for, write_json
 from kda_tooling.commands.regret import MOST, USUAL, show, to_dict, too_slow
+from kda_tooling.files import file_text
 from kda_tooling.terminal import plain
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def rejudge(
     """Judge tables by runs that were made before, without a GPU; exit with 1 where a choice is too slow.
 
     A cell of a run counts where the run timed what the table chooses; the others are listed. All runs of a table are
-    taken together: fewer than half of their cells are no verdict, and too slow is what it is for kda gate regret.
+    taken together, a cell of several once, by the worst of them: fewer than half of the cells are no verdict, and too
+    slow is what it is for kda gate regret.
     Environment variables are not looked at.
     """
     from kda_backend.gate import TableError
@@ -51,13 +53,9 @@ def rejudge(
         check_outputs({"--json": json}, {"RUNS": run})
     folder = Path(PACKAGED) if tables is None else tables
     of_table: dict[str, dict[str, RegretResult]] = {}
-    read: dict[str, Path] = {}
     for run in runs:
         try:
-            text = run.read_text(encoding="utf-8")
-            if (same := read.setdefault(text, run)) is not run:
-                raise ValueError(f"it is the same run as {same}, whose cells count once")
-            result = judge(loads(text), folder)
+            result = judge(loads(file_text(run)), folder)
             of_table.setdefault(result.table, {})[str(run)] = result
         except TableError as error:
             raise refuse("--tables", f"{error}.") from None
@@ -92,12 +90,12 @@ def _show_tables(results: list[RegretResult], console: Console) -> None:
     """A row for each table."""
     grid = Grid(title="tables, each over its runs", title_justify="left")
     for name in ("table", "cells", "within 1%", "3%", "6%", "worst at", "regret", "over unfused", "over the peers"):
-        grid.add_column(name)
+        grid.add_column(name, overflow="fold")
     for result in results:
         worst = max(result.cells, key=lambda cell: cell.share)
         over = [cell.over_peer for cell in result.cells if cell.over_peer is not None]
         grid.add_row(
-            plain(result.table.split(",device_name")[0]),
+            plain(result.table.split(",device_name")[0].replace(",", ", ")),  # so that it can be wrapped
             f"{len(result.cells)} of {len(result.cells) + len(result.left_out)}",
             *(f"{result.within(share):.1%}" for share in (0.01, USUAL, MOST)), f"{worst.group}, B={worst.batch}",
             f"{worst.share:.1%}", f"{max(cell.over_unfused for cell in result.cells):.1%}",

@@ -14,6 +14,7 @@ from kda_backend.lanes import OLDEST_ARCH
 from kda_kernels import KdaShape
 from kda_tooling.bench.arms import OURS, config_name
 from kda_tooling.bench.machine import Machine
+from kda_tooling.bench.results import checked_machine
 from kda_tooling.names import TABLE_NAME, short_dtype
 from kda_tooling.tuning.compiling import arm_of
 from kda_tooling.tuning.regret import Regret, RegretResult, decision_at, regret_of
@@ -25,8 +26,6 @@ ARM = re.compile(r"\w+ [\w+]+( [\w.+-]+)*")
 
 LEAST_JUDGED = 0.5
 """Share of a run's cells below which nothing is said: a verdict over a few cells would be taken for one over all."""
-
-"""Arm's name -> microseconds."""
 
 
 def rejudge(run: object, folder: Path) -> RegretResult:
@@ -45,7 +44,8 @@ def rejudge(run: object, folder: Path) -> RegretResult:
     """
     settings, machine, cells = _read(run)
     path = table_file(settings, machine, folder)
-    load_table(path)
+    if (arch := load_table(path).arch) != f"sm{machine.sm}":
+        raise ValueError(f"machine.sm must be that of the table, which is for {arch}, got {machine.sm}")
     judged: list[Regret] = []
     left_out = []
     for (group, batch), us in cells.items():
@@ -62,13 +62,19 @@ def rejudge(run: object, folder: Path) -> RegretResult:
 
 
 def joined(runs: Sequence[RegretResult]) -> RegretResult:
-    """What several runs say of one table, together.
+    """What several runs say of one table, together: a cell that some of them share counts once, by the worst of them.
 
     Raises:
         ValueError: fewer than `LEAST_JUDGED` of their cells are judged.
     """
-    cells = [cell for run in runs for cell in run.cells]
-    left_out = [name for run in runs for name in run.left_out]
+    worst: dict[str, Regret] = {}
+    for cell in (cell for run in runs for cell in run.cells):
+        name = f"{cell.group}, B={cell.batch}"
+        if name not in worst or cell.share > worst[name].share:
+            worst[name] = cell
+    cells = list(worst.values())
+    names = dict.fromkeys(name for run in runs for name in run.left_out)
+    left_out = [name for name in names if name.partition(" (")[0] not in worst]
     every = len(cells) + len(left_out)
     if len(cells) < max(1, LEAST_JUDGED * every):
         raise ValueError(
@@ -86,20 +92,17 @@ def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], d
     if name is None:
         raise ValueError(f"table must be a gate table's name, got {run['table']!r}")
     *sizes, dtype = name.groups()
+    machine = checked_machine(run["machine"], "machine")
     try:
-        machine = Machine(**run["machine"])
         for cell in run["cells"]:
             whole("draft_tokens", cell["draft_tokens"], 1, MOST_DRAFT_TOKENS)
         lengths = tuple(sorted({cell["draft_tokens"] for cell in run["cells"]}))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"machine or draft_tokens of a cell: {type(error).__name__} {error}") from None
+        raise ValueError(f"draft_tokens of a cell: {type(error).__name__} {error}") from None
     if not lengths:
         raise ValueError("cells must not be empty")
-    if type(machine.sm) is not int or machine.sm < OLDEST_ARCH or not isinstance(machine.gpu, str):
-        raise ValueError(
-            f"machine.sm must be an integer from {OLDEST_ARCH} on and machine.gpu a name, got {machine.sm!r} and "
-            f"{machine.gpu!r}"
-        )
+    if machine.sm < OLDEST_ARCH:
+        raise ValueError(f"machine.sm must be {OLDEST_ARCH} or above, got {machine.sm}")
     settings = TuneSettings(
         KdaShape(*map(int, sizes)), short_dtype(dtype), gates=GATES, options=OPTIONS, draft_tokens=lengths
     )
@@ -118,9 +121,13 @@ def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], d
             raise ValueError(f"{where}.batch must be a number of requests, each once in a group, got {batch!r}")
         if not isinstance(arms, dict) or not all(type(us) in (int, float) and is_time(us) for us in arms.values()):
             raise ValueError(f"{where}.arms must be microseconds above 0 by arm")
-        if not all(ARM.fullmatch(arm) for arm in arms):
-            raise ValueError(f"{where}.arms must be named by owner, lane and what else, got {', '.join(arms)[:200]}")
-        if not any(arm.startswith(f"{OURS} {groups[group].lanes[0]} ") for arm in arms):
-            raise ValueError(f"{where}.arms has none of {OURS} {groups[group].lanes[0]}")
+        lanes = groups[group].lanes
+        for arm in arms:
+            if not ARM.fullmatch(arm) or (arm.startswith(f"{OURS} ") and arm.split()[1] not in lanes):
+                raise ValueError(
+                    f"{where}.arms must be named by owner, lane ({' or '.join(lanes)}) and what else, got {arm[:200]!r}"
+                )
+        if not any(arm.startswith(f"{OURS} {lanes[0]} ") for arm in arms):
+            raise ValueError(f"{where}.arms has none of {OURS} {lanes[0]}")
         cells[groups[group], batch] = arms
     return settings, machine, cells
