@@ -37,20 +37,21 @@ class Commands(TyperGroup):
     """The commands. Any terminal's encoding takes their output, a full disk or a closed pipe ends them in one line."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run; where standard output has no space left, exit with 2, since 1 may mean something else."""
+        """Run; without space for the output, exit with 2: 1 may be a verdict."""
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
             if error.errno not in NO_SPACE or error.filename is not None:
                 raise
-            _no_space(error)
+            typer.echo(f"output cannot be written: {error.strerror}", err=True)
+            _end_without_output()
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; what it refuses may be quoted from a file, and shall not steer the terminal."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError as error:
-            _no_space(error)
+        except BrokenPipeError:  # the reader has enough
+            _end_without_output()
         except typer.BadParameter as error:
             error.message = printable(error.message)
             raise
@@ -61,9 +62,8 @@ class Commands(TyperGroup):
         return super().make_context(*args, **kwargs)
 
 
-def _no_space(error: OSError) -> NoReturn:
-    """Say it, and have the interpreter flush what is left to nowhere."""
-    typer.echo(f"output cannot be written: {error.strerror}", err=True)
+def _end_without_output() -> NoReturn:
+    """Exit with 2, and have the interpreter flush what is left to nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(2)
 
