@@ -82,13 +82,14 @@ def copy_bandwidth(num_bytes: int = 1 << 31, copies: int = 10) -> float:
 def describe_machine() -> Machine:
     """The header of a run on the current CUDA device; measures the copy bandwidth, which takes about 0.1 s."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    bandwidth = copy_bandwidth()  # first: an idle GPU has other clocks
     query = _output("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader", "--id=0")
     driver, sm_clock, memory_clock = (query.split(", ") if query else ["unknown"] * 3)[:3]
     return Machine(
         gpu=properties.name,
         sm=properties.major * 10 + properties.minor,
         l2_bytes=properties.L2_cache_size,
-        copy_bytes_per_second=copy_bandwidth(),
+        copy_bytes_per_second=bandwidth,
         driver=driver,
         clocks=f"SM {sm_clock}, memory {memory_clock}",
         torch=torch.__version__,
