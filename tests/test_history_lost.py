@@ -68,7 +68,7 @@ class TestCellsThatAreNotThere:
 
     def test_a_short_history_is_not_judged(self, repository: Repository) -> None:
         repository.history(4, stepped)
-        assert {one.said for one in reported(repository).of(UNJUDGED)} == {"has 4 values, too few to compare"}
+        assert {one.said for one in reported(repository).of(UNJUDGED)} == {"too few values to compare: 4"}
 
     def test_of_two_slow_ones_among_gaps_the_range_is_right(self, repository: Repository) -> None:
         repository.history(10, lambda place, number: None if number in (5, 8) else stepped(place, number))
@@ -97,7 +97,7 @@ class TestVersions:
             "is missing at the newest commit",
         }
         assert all(end in one.said and "triton 3.6.0" in one.said for one in lost)
-        assert {one.said for one in report.of(UNJUDGED)} == {"has 1 values, too few to compare"}
+        assert {one.said for one in report.of(UNJUDGED)} == {"too few values to compare: 1"}
         assert not report.of(REGRESSION), "values are compared among equal versions alone"
         command(repository, code=1)
 

@@ -82,9 +82,9 @@ def _target(arch: str | None, device_name: str | None) -> Target:
         if device_name is not None:
             raise refuse("--arch", f"must be given for the device {device_name!r}: sm90, sm100 and so on, or hip.")
         return Target.of(_gpu_here("--arch", "give --device-name 'NVIDIA H200' --arch sm90, say"))
-    if arch in ("hip", "interpreter"):
-        return Target(arch)
-    match = re.fullmatch(r"(?:sm_?)?([1-9][0-9]{1,2})", arch, re.ASCII)
+    if (name := arch.lower()) in ("hip", "interpreter"):
+        return Target(name)
+    match = re.fullmatch(r"(?:sm_?)?([1-9][0-9]{1,2})", name, re.ASCII)
     if match is None:
         raise refuse("--arch", f"{arch!r} is no architecture; allowed are sm80, sm90 and so on, hip, interpreter.")
     return Target("cuda", int(match[1]))

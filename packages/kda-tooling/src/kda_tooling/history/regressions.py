@@ -233,7 +233,7 @@ def _from_verdict(
     name: CellName, series: Series, about: Described | None, newest: Run, verdicts: Verdicts, row: int
 ) -> Finding:
     if not verdicts.baseline[row]:
-        return _finding(UNJUDGED, name, about, newest, f"has {len(series)} values, too few to compare")
+        return _finding(UNJUDGED, name, about, newest, f"too few values to compare: {len(series)}")
     before, after = float(verdicts.before[row]), float(verdicts.after[row])
     worse, better = bool(verdicts.worse[row]), bool(verdicts.better[row])
     status = REGRESSION if worse else IMPROVEMENT if better else FINE
