@@ -135,7 +135,7 @@ def markdown(report: Report) -> str:
             for text, cells in list(lost.items())[:SHOWN]
         ]
     if max(len(found), len(lost)) > SHOWN:
-        lines += ["", f"The first {SHOWN} of each are shown; `kda regressions --json` has them all."]
+        lines += ["", f"The first {SHOWN} of each are shown; `kda regressions --json -` has them all."]
     if report.history.problems:
         lines += ["", "Files that could not be used:", ""]
         lines += [f"- {_cell(str(problem))}" for problem in report.history.problems[:SHOWN]]
