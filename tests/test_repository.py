@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kda_backend.lanes import OLDEST_ARCH
+from kda_kernels.shapes import PDL_ARCH
 from kda_tooling.commands import doctor
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ def test_the_oldest_versions_are_the_declared_ones() -> None:
     assert written is not None
     oldest = {name: version.removesuffix(".0") for name, version in ast.literal_eval(written[1]).items()}
     assert oldest == {name: version for name, version in declared.items() if name != "torch"}
-    assert doctor.LEAST_SM == OLDEST_ARCH
+    assert (doctor.LEAST_SM, doctor.PDL_SM) == (OLDEST_ARCH, PDL_ARCH)
 
 
 def test_the_three_share_version_python_and_licence() -> None:

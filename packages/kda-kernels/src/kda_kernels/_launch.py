@@ -12,6 +12,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 from kda_kernels.interpreter import is_interpreted
+from kda_kernels.shapes import PDL_ARCH
 
 
 def launch_kernel(kernel: Any, grid: tuple[int], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -58,9 +59,9 @@ def device_reason(device: torch.device) -> str | None:
 def pdl_reason(pdl: bool | None, device: torch.device, name: str = "config.pdl") -> str | None:
     """Why ``pdl=True``, the argument called ``name``, cannot be honoured on ``device``, or None."""
     backend, arch = current_target(device)
-    if pdl and not (backend == "cuda" and arch >= 90):
+    if pdl and not (backend == "cuda" and arch >= PDL_ARCH):
         target = f"sm{arch}" if backend == "cuda" else backend
-        return f"{name}=True needs an NVIDIA GPU of sm90 or later, this is {target}: use pdl=None or False"
+        return f"{name}=True needs an NVIDIA GPU of sm{PDL_ARCH} or later, this is {target}: use pdl=None or False"
     return None
 
 
@@ -95,7 +96,7 @@ def launch(
     if grid == 0:
         return None
     backend, arch = current_target(device)
-    use_pdl = backend == "cuda" and arch >= 90 and pdl is not False
+    use_pdl = backend == "cuda" and arch >= PDL_ARCH and pdl is not False
     options: dict[str, Any] = dict(constexprs, PDL=use_pdl, num_warps=num_warps, enable_fp_fusion=False)
     if use_pdl:
         options["launch_pdl"] = True

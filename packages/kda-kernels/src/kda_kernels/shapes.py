@@ -18,6 +18,9 @@ ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 FORMS = ("recurrent", "chunked")
 """Forms of a verify's output, each a bit class of its own (docs/arithmetic.md)."""
 
+PDL_ARCH = 90
+"""First NVIDIA architecture, sm90, that launches kernels before those ahead have ended, and prefetches in bulk."""
+
 MAX_CHUNKED_TOKENS = 16
 """Most draft tokens of the chunked form, whose work within a chunk grows with T squared."""
 

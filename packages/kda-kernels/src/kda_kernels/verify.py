@@ -16,7 +16,7 @@ from kda_kernels._verify_call import VerifyCall, replay
 from kda_kernels.buffers import LayerParams, LayerState, PendingFold, Ring, Snapshots, common_rows
 from kda_kernels.checking import checks_calls, refuse
 from kda_kernels.defaults import default_verify_config
-from kda_kernels.shapes import KdaShape, LaunchConfig
+from kda_kernels.shapes import PDL_ARCH, KdaShape, LaunchConfig
 
 CONV_BLOCK_CHANNELS = 128
 CONV_NUM_WARPS = 4
@@ -213,7 +213,7 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
     if config.rows_per_thread is not None:
         kernel, layout = verify_gluon_kernel, {
             "ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps,
-            "STATE_FIRST": config.state_first, "PREFETCH": config.prefetch and current_target(x.device)[1] >= 90,
+            "STATE_FIRST": config.state_first, "PREFETCH": config.prefetch and current_target(x.device)[1] >= PDL_ARCH,
         }  # fmt: skip
     programs = call.slots.shape[0] * shape.num_v_heads * (shape.head_v_dim // block_v)
     if call.starts is not None:

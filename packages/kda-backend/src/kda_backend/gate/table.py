@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from kda_backend.gate.cells import LEAST_PASSES, MOST_PASSES, Cell, CellKey, one_line, one_of, whole
 from kda_kernels import KdaShape
+from kda_kernels.shapes import PDL_ARCH
 
 SCHEMA = 1
 """Of the files that this version writes and reads."""
@@ -147,7 +148,7 @@ class Table:
                     f"cell ({cell.key}): {lane} has rows_per_thread={config.rows_per_thread}, a kernel for NVIDIA "
                     f"GPUs, and arch is {self.arch!r}"
                 )
-            if config is not None and config.pdl and (nvidia is None or int(nvidia[1]) < 90):
+            if config is not None and config.pdl and (nvidia is None or int(nvidia[1]) < PDL_ARCH):
                 raise ValueError(f"cell ({cell.key}): {lane} has pdl=true, which {self.arch} does not have")
 
     @property

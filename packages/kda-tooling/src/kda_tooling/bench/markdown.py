@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from kda_kernels.shapes import PDL_ARCH
 from kda_tooling.bench.results import ArmResult, Cell, SweepResult
 from kda_tooling.bench.settings import command_of
 from kda_tooling.bench.tables import best_ratio, columns, ratio_columns
 
 BEGIN = "<!-- results: begin (kda report) -->"
 END = "<!-- results: end -->"
-PDL_SM = 90
 
 
 def _text(arm: ArmResult | None, bold: bool) -> str:
@@ -28,7 +28,7 @@ def _provenance(result: SweepResult, source: str) -> str:
     m, shape, settings = result.machine, result.settings["shape"], result.settings
     peers = " beside " + ", ".join(f"{n} {v}" for n, v in result.peers.items()) if result.peers else ""
     gate = "standard gate" if settings["lower_bound"] is None else f"safe gate {settings['lower_bound']:g}"
-    pdl = ", PDL on in every arm" if m.sm >= PDL_SM else ""
+    pdl = ", PDL on in every arm" if m.sm >= PDL_ARCH else ""
     spreads = [arm.spread * 100 for cell in result.cells for arm in cell.arms]
     return (
         f"Microseconds per layer on one {m.gpu}, {m.date}{peers}: H = {shape['num_heads']}, "
