@@ -75,6 +75,13 @@ def test_two_gpus_decode_what_one_does() -> None:
     assert continuations[0] == continuations[1]
 
 
+@pytest.fixture
+def interpreted(device: str) -> None:
+    """Triton decides when it is first imported: a process that compiles cannot be asked for the CPU."""
+    if device == "cuda":
+        pytest.skip("kernels are compiled in this process; --device cpu is not to be had")
+
+
 def refusal(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], *arguments: str) -> tuple[int, str]:
     for name, value in (STARTED | variables).items():
         monkeypatch.setenv(name, value)
@@ -82,20 +89,18 @@ def refusal(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], *argumen
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-def test_a_world_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    if device == "cuda":
-        pytest.skip("kernels are compiled in this process; --device cpu is not to be had")
+@pytest.mark.usefixtures("interpreted")
+def test_a_world_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = refusal(monkeypatch, {"WORLD_SIZE": "3", "RANK": "0"}, *SMALL)
     assert code == 2
     assert "2 value heads cannot be split evenly over 3 ranks; allowed world sizes are [1, 2]." in output
     assert refusal(monkeypatch, {"WORLD_SIZE": "3", "RANK": "1"}, *SMALL) == (2, ""), "one rank says it"
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_one_rank_writes_the_report_and_only_it_needs_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device == "cuda":
-        pytest.skip("kernels are compiled in this process; --device cpu is not to be had")
     monkeypatch.setattr(command, "connected", lambda ranks, device: nullcontext())
     monkeypatch.setattr(demo_report, "run_with_progress", lambda *_: {"ranks": 2})
     monkeypatch.setattr(demo_report, "show", lambda report, console: console.print("shown"))
