@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -41,7 +42,8 @@ CASES = (
     Case(B=3, T=3, H=1, HV=2, K=64, padded=(1,), pitch=3, bias=False, dtype=torch.float16),
     Case(B=2, T=8, H=1, HV=1, K=128, lower_bound=-5.0, length=5),
 )
-CONFIGS = (PORTABLE, LONE_HEADS, FEW_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS, MANY_HEADS_LONG_DRAFT)
+IN_BLOCKS = replace(MANY_HEADS, token_blocks=True)
+CONFIGS = (PORTABLE, LONE_HEADS, FEW_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS, MANY_HEADS_LONG_DRAFT, IN_BLOCKS)
 FOLDING = (PORTABLE, FEW_HEADS, MANY_HEADS, MANY_HEADS_LONG_DRAFT)
 """Of verify with a pending fold."""
 
@@ -170,6 +172,8 @@ def checks() -> tuple[list[functools.partial[Any]], list[functools.partial[Any]]
     for case in CASES:
         for config in CONFIGS:
             kinds = [*(("ring", *lane) for lane in lanes), *(("snapshots", *lane) for lane in lanes[::2])]
+            if config is IN_BLOCKS:  # which the chunked form alone has
+                kinds = [kind for kind in kinds if kind[2] == "chunked"]
             own = [functools.partial(verifies, case, op, record, form, config) for record, op, form in kinds]
             (first if config is PORTABLE else then).extend(own)
         then += [functools.partial(batches, case), functools.partial(commits, case)]

@@ -148,11 +148,25 @@ CORNERS = [
     LaunchConfig(block_v=v, num_warps=w, rows_per_thread=r)
     for v, w, r in ((8, 8, None), (64, 1, None), (128, 4, None), (8, 2, 1), (64, 4, 4), (128, 8, 4))
 ]
+IN_BLOCKS = [
+    LaunchConfig(v, w, rows_per_thread=r, max_registers=most, state_first=first, prefetch=prefetch, token_blocks=True)
+    for v, w, r, most, first, prefetch in (
+        (16, 4, 1, None, True, True), (32, 4, 2, None, False, False), (32, 8, 1, None, True, False),
+        (64, 4, 4, None, False, True), (64, 8, 2, 80, False, False), (128, 8, 4, 112, True, False),
+    )
+]  # fmt: skip
+BLOCKED = [
+    replace(K128, T=5), replace(K128, T=8, padded=(1,), lower_bound=-5.0), Case(B=3, T=7, H=1, HV=3, K=128, V=64),
+    Case(B=2, T=6, H=2, HV=2, K=64, V=64, dtype=torch.float16), replace(K128, T=4), replace(K128, T=1),
+]  # fmt: skip
+"""A last block of one token, of four, of three and of two; drafts that fit one block."""
+
 ALL_CONFIGS: list[Any] = [
     pytest.param(case, config, id=f"{case.id}-{config_id(config)}")
     for case, configs in (
         (K128, every_config(128)), (K64, [c for c in CORNERS if c.block_v <= 64]), (replace(K128, T=8), CORNERS),
         (replace(K128, T=1), CORNERS), (K128_LONG, [c for c in CORNERS if c.rows_per_thread is None]),
+        *((case, [c for c in IN_BLOCKS if c.block_v <= (case.V or case.K)]) for case in BLOCKED),
     )
     for config in configs
 ]  # fmt: skip
@@ -163,5 +177,5 @@ ALL_CONFIGS: list[Any] = [
 @pytest.mark.parametrize(("case", "config"), ALL_CONFIGS)
 def test_every_configuration_that_can_be_named(case: Case, config: LaunchConfig, op: Verify, device: str) -> None:
     problem = make_problem(case, device)
-    outcome = problem.run(op, form="chunked", config=config)
+    outcome = problem.run(op, form="chunked", config=config, indices_ready=config.prefetch)
     assert_same_buffers(outcome, problem.run(verify_unfused, form="chunked", config=PORTABLE))

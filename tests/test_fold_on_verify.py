@@ -33,6 +33,7 @@ GLUON = [
     LaunchConfig(32, 4, rows_per_thread=2, state_first=True, prefetch=True),
     LaunchConfig(64, 4, rows_per_thread=4),
     LaunchConfig(64, 8, rows_per_thread=2, max_registers=128),
+    LaunchConfig(64, 4, rows_per_thread=4, token_blocks=True),
 ]
 
 

@@ -124,6 +124,8 @@ def test_refused_with_a_reason_where_it_cannot_run(device: str) -> None:
         ({"max_registers": 300}, "max_registers must be None or within 32..255"),
         ({"state_first": True}, "state_first needs rows_per_thread"),
         ({"prefetch": True}, "prefetch needs rows_per_thread"),
+        ({"token_blocks": True}, "token_blocks needs rows_per_thread"),
+        ({"token_blocks": 1, "rows_per_thread": 1, "num_warps": 4}, "token_blocks must be True or False, got 1"),
     ],
 )
 def test_configurations_that_cannot_be_named(fields: dict[str, Any], message: str) -> None:

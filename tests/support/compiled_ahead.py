@@ -76,7 +76,7 @@ def main() -> None:
                 continue
 
             def candidate(group: Group = group, lane: str = lane, config: LaunchConfig = config) -> int:
-                ((_, figures),) = compile_one(SETTINGS, group, lane, config, "sm90")
+                (_, figures), *_ = compile_one(SETTINGS, group, lane, config, "sm90")  # and with fewer registers
                 assert isinstance(figures, Figures)
                 return figures.registers
 

@@ -396,13 +396,13 @@ def test_groups_live_as_long_as_their_tensors() -> None:
 
 def test_launch_configurations_travel_as_numbers() -> None:
     for config in (
-        LaunchConfig(), LaunchConfig(32, 2, False), LaunchConfig(64, 4, True, 2, 128, True, True),
+        LaunchConfig(), LaunchConfig(32, 2, False), LaunchConfig(64, 4, True, 2, 128, True, True, True),
     ):  # fmt: skip
         numbers = library.launch_numbers(config)
         assert all(type(number) is int for number in numbers)
         assert library._config(numbers) == config
     assert library.launch_numbers(None) is None
-    with pytest.raises(ValueError, match="7 numbers"):
+    with pytest.raises(ValueError, match="8 numbers"):
         library._config([16])
 
 

@@ -267,14 +267,29 @@ def test_candidates_are_launch_configurations_that_fit(lane: str) -> None:
         assert all(config.rows_per_thread is None for config in portable)
 
 
+def test_tokens_are_taken_in_blocks_where_a_chunk_has_two() -> None:
+    def tried(draft_tokens: int, form: str) -> list[LaunchConfig]:
+        return candidates(KdaShape(8, 8, 128, 128), draft_tokens, form, "fused+ring", nvidia=True)
+
+    assert not any(
+        config.token_blocks for config in (*tried(8, "recurrent"), *tried(4, "chunked"), *tried(9, "chunked"))
+    )
+    blocks = [config for config in tried(5, "chunked") if config.token_blocks]
+    assert [dataclasses.replace(config, token_blocks=False) for config in blocks] == tried(5, "recurrent")
+
+
 def test_registers_are_capped_where_that_fits_another_program() -> None:
     tile = LaunchConfig(64, 4, rows_per_thread=4)
     assert capped(tile, Figures(150, 0)) == [dataclasses.replace(tile, max_registers=128)]  # 3 programs to 4
     assert capped(tile, Figures(180, 0)) == [dataclasses.replace(tile, max_registers=168)]  # 2 to 3
-    assert capped(tile, Figures(128, 0)) == []
+    assert capped(tile, Figures(128, 0)) == [dataclasses.replace(tile, max_registers=96)]  # 4 to 5, in whole eights
+    assert capped(tile, Figures(97, 0)) == [dataclasses.replace(tile, max_registers=96)]  # 97 take as many as 104
+    assert capped(tile, Figures(32, 0)) == []
+    assert capped(tile, Figures(255, 0)) == [dataclasses.replace(tile, max_registers=168)]
     assert capped(tile, Figures(150, 8)) == []
     wide = LaunchConfig(128, 8, rows_per_thread=4)
     assert capped(wide, Figures(200, 0)) == [dataclasses.replace(wide, max_registers=128)]  # 1 to 2
+    assert capped(wide, Figures(240, 0)) == []  # half its registers would spill
     assert ruled_out(Figures(128, 256)) is None
     assert "260 bytes" in str(ruled_out(Figures(128, 260)))
 

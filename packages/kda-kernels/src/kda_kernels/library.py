@@ -38,12 +38,12 @@ from kda_kernels.verify import verify_fused, verify_unfused
 
 
 def launch_numbers(config: LaunchConfig | None) -> list[int] | None:
-    """A launch configuration as the ``config`` of an operator: seven whole numbers, -1 for None."""
+    """A launch configuration as the ``config`` of an operator: eight whole numbers, -1 for None."""
     if config is None:
         return None
     values = (
         config.block_v, config.num_warps, config.pdl, config.rows_per_thread, config.max_registers,
-        config.state_first, config.prefetch,
+        config.state_first, config.prefetch, config.token_blocks,
     )  # fmt: skip
     return [-1 if value is None else int(value) for value in values]
 
@@ -52,12 +52,12 @@ def _config(numbers: Sequence[int] | None) -> LaunchConfig | None:
     """The inverse of `launch_numbers`."""
     if numbers is None:
         return None
-    if len(numbers) != 7:
-        raise ValueError(f"config must have the 7 numbers that launch_numbers() gives, got {len(numbers)}")
-    block_v, num_warps, pdl, rows, registers, state_first, prefetch = numbers
+    if len(numbers) != 8:
+        raise ValueError(f"config must have the 8 numbers that launch_numbers() gives, got {len(numbers)}")
+    block_v, num_warps, pdl, rows, registers, state_first, prefetch, token_blocks = numbers
     return LaunchConfig(
         block_v, num_warps, None if pdl < 0 else bool(pdl), None if rows < 0 else rows,
-        None if registers < 0 else registers, bool(state_first), bool(prefetch),
+        None if registers < 0 else registers, bool(state_first), bool(prefetch), bool(token_blocks),
     )  # fmt: skip
 
 

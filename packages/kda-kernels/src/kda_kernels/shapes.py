@@ -24,6 +24,9 @@ PDL_ARCH = 90
 MAX_CHUNKED_TOKENS = 16
 """Most draft tokens of the chunked form, whose work within a chunk grows with T squared."""
 
+BLOCK_TOKENS = 4
+"""Tokens of a block of the chunked form's pairs, where those are taken in blocks (`LaunchConfig.token_blocks`)."""
+
 MAX_GLUON_CHUNKED_TOKENS = 8
 """Most of them that the Gluon kernel takes: it keeps every key as each later token sees it in shared memory."""
 
@@ -119,6 +122,9 @@ class LaunchConfig:
             Shortens the way of a lone program, at the price of one more barrier.
         prefetch: Gluon verify only, and only where ``indices_ready`` is declared: ask for the state to be brought into
             L2 before the wait of programmatic dependent launch.
+        token_blocks: Gluon verify, chunked form only: take the pairs of tokens in blocks of `BLOCK_TOKENS` tokens, and
+            load the state after them unless ``state_first`` (or a pending fold) asks for it before. Fewer registers and
+            less shared memory, so more programs on an SM, at the price of more barriers.
     """
 
     block_v: int = 16
@@ -128,6 +134,7 @@ class LaunchConfig:
     max_registers: int | None = None
     state_first: bool = False
     prefetch: bool = False
+    token_blocks: bool = False
 
     def __post_init__(self) -> None:
         _check_int("block_v", self.block_v, 1)
@@ -151,7 +158,7 @@ class LaunchConfig:
             _check_int("max_registers", self.max_registers, 1)
             if not 32 <= self.max_registers <= 255:
                 raise ValueError(f"max_registers must be None or within 32..255, got {self.max_registers}")
-        for name in ("state_first", "prefetch"):
+        for name in ("state_first", "prefetch", "token_blocks"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")

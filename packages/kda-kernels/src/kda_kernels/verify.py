@@ -211,9 +211,12 @@ def _launch_verify(call: VerifyCall, x: torch.Tensor, out: torch.Tensor) -> Laun
     kernel: Any = verify_kernel
     layout: dict[str, Any] = {}
     if config.rows_per_thread is not None:
+        prefetches = current_target(x.device)[1] >= PDL_ARCH
+        in_blocks = config.token_blocks and call.form == "chunked"
         kernel, layout = verify_gluon_kernel, {
-            "ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps,
-            "STATE_FIRST": config.state_first, "PREFETCH": config.prefetch and current_target(x.device)[1] >= PDL_ARCH,
+            "ROWS_PER_THREAD": config.rows_per_thread, "WARPS": config.num_warps, "STATE_FIRST": config.state_first,
+            "PREFETCH": config.prefetch and prefetches, "TOKEN_BLOCKS": in_blocks,
+            "STATE_LAST": in_blocks and prefetches and not config.state_first and call.pending is None,
         }  # fmt: skip
     programs = call.slots.shape[0] * shape.num_v_heads * (shape.head_v_dim // block_v)
     if call.starts is not None:

@@ -67,6 +67,7 @@ def verify_gluon_kernel(
     SAFE_GATE: gl.constexpr, CONTRACT: gl.constexpr, HAS_ROWS: gl.constexpr, COUNT: gl.constexpr, PDL: gl.constexpr,
     CHUNKED: gl.constexpr, INDICES_READY: gl.constexpr,
     ROWS_PER_THREAD: gl.constexpr, WARPS: gl.constexpr, STATE_FIRST: gl.constexpr, PREFETCH: gl.constexpr,
+    TOKEN_BLOCKS: gl.constexpr, STATE_LAST: gl.constexpr,
 ):  # fmt: skip
     TP: gl.constexpr = max(2, triton.next_power_of_2(T))
     # Order of the q | k tile's rows, which decides what a thread's rows can share: short drafts do better with taps,
@@ -167,7 +168,14 @@ def verify_gluon_kernel(
         )  # fmt: skip
     head = i_hv * V * K + state_v[:, None] * K + state_k[None, :]
     p_state = ssm_state + slot * ssm_state_pitch + head
-    S = gl.load(p_state)
+    if STATE_LAST:
+        # It comes by way of L2 and is loaded where it is needed: till then it holds no registers, which lets one more
+        # program onto an SM.
+        if not (INDICES_READY and PREFETCH):
+            tile = slot * ssm_state_pitch + (i_hv * V + i_v * BLOCK_V) * K
+            prefetch_l2(ssm_state + tile, slot_usable, 4 * BLOCK_V * K)
+    else:
+        S = gl.load(p_state)
     if PENDING:
         p_folded = folded + slot * folded_pitch + (i_hv * V + i_v * BLOCK_V) // 8
         records = records_to_fold(records, p_folded, now)
@@ -226,7 +234,9 @@ def verify_gluon_kernel(
             store_folded(p_state, S, p_folded, state_v - i_v * BLOCK_V, now)
     if CHUNKED:
         q_rows, k_rows = qk_rows(qk_shared, PAIRED)
-        w_shared, c_shared = prepare_chunk(q_rows, k_rows, decay_shared, beta_shared, T, TP, K, WARPS)
+        w_shared, c_shared = prepare_chunk(q_rows, k_rows, decay_shared, beta_shared, T, TP, K, WARPS, TOKEN_BLOCKS)
+        if STATE_LAST:
+            S = gl.load(p_state)
         store_chunk(S, w_shared, c_shared, v_shared, p_out, HV * V, T, TP, STATE, WARPS)
         return
     for t in gl.static_range(T):

@@ -82,7 +82,8 @@ def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
 
 
 def config_name(config: LaunchConfig | None) -> str:
-    """bv64.w4.r4.m128.e: tile, warps, rows per thread, register cap, state first; p: prefetch. None: "default"."""
+    """bv64.w4.r4.m128.e: tile, warps, rows per thread, register cap, state first; p: prefetch; t: token
+    blocks. None: "default"."""
     if config is None:
         return "default"
     parts = [f"bv{config.block_v}", f"w{config.num_warps}"]
@@ -90,6 +91,7 @@ def config_name(config: LaunchConfig | None) -> str:
     parts += [f"m{config.max_registers}"] if config.max_registers is not None else []
     parts += ["e"] if config.state_first else []
     parts += ["p"] if config.prefetch else []
+    parts += ["t"] if config.token_blocks else []
     return ".".join(parts)
 
 

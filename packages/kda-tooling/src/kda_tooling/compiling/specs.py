@@ -138,6 +138,7 @@ def _config_name(config: LaunchConfig | None) -> str:
     rows = "" if config.rows_per_thread is None else f"r{config.rows_per_thread}"
     rows += "" if config.max_registers is None else f"m{config.max_registers}"
     flags = ("e" if config.state_first else "") + ("p" if config.prefetch else "")
+    flags += "t" if config.token_blocks else ""
     return f"v{config.block_v}w{config.num_warps}{rows}{flags}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kda_kernels import KdaShape, LaunchConfig
-from kda_kernels.shapes import MAX_GLUON_CHUNKED_TOKENS, SUPPORTED_ROWS_PER_THREAD
+from kda_kernels.shapes import BLOCK_TOKENS, MAX_GLUON_CHUNKED_TOKENS, SUPPORTED_ROWS_PER_THREAD
 from kda_tooling.bench.arms import MAX_STATE_REGISTERS
 
 TILES = ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8))
@@ -16,9 +16,11 @@ fill the tile once, the layout that reads a state row in the fewest, longest pie
 PORTABLE_TILES = ((8, 1), (16, 1), (32, 1), (16, 4), (32, 4))
 """Of the portable kernel, for devices or lengths that the other does not take."""
 
-SM_REGISTERS = 65_536
-REGISTER_CAPS = (128, 168)
-"""Registers per thread at which one more four-warp program fits an SM of `SM_REGISTERS`: four, and three."""
+SM_REGISTERS, REGISTER_UNIT = 65_536, 8
+"""Registers of an SM, and the multiple of them in which a thread gets its own."""
+
+LEAST_CAP, LEAST_REGISTERS = 0.6, 32
+"""Share of its registers, and count, below which a kernel is not compiled again with fewer: it would spill."""
 
 MOST_SPILLS = 256
 """Bytes of stack per thread above which a configuration is not timed: every measured one lost."""
@@ -61,6 +63,8 @@ def candidates(shape: KdaShape, draft_tokens: int, form: str, lane: str, nvidia:
             continue
         plain = LaunchConfig(block_v, warps, rows_per_thread=rows)
         found += [plain, replace(plain, state_first=True)]
+        if form == "chunked" and draft_tokens > BLOCK_TOKENS:
+            found += [replace(one, token_blocks=True) for one in found[-2:]]
         if lane.startswith("unfused") and block_v <= 32:
             found.append(replace(plain, state_first=True, prefetch=True))
     return found
@@ -71,12 +75,10 @@ def capped(config: LaunchConfig, figures: Figures) -> list[LaunchConfig]:
     if config.rows_per_thread is None or config.max_registers is not None or figures.spills:
         return []
     threads = 32 * config.num_warps
-    fits = SM_REGISTERS // (figures.registers * threads)
-    return [
-        replace(config, max_registers=cap)
-        for cap in REGISTER_CAPS
-        if cap < figures.registers and SM_REGISTERS // (cap * threads) > fits
-    ][-1:]
+    own = -(-figures.registers // REGISTER_UNIT) * REGISTER_UNIT
+    programs = SM_REGISTERS // (own * threads)
+    cap = SM_REGISTERS // ((programs + 1) * threads) // REGISTER_UNIT * REGISTER_UNIT
+    return [replace(config, max_registers=cap)] if cap >= max(LEAST_CAP * figures.registers, LEAST_REGISTERS) else []
 
 
 def ruled_out(figures: Figures) -> str | None:
