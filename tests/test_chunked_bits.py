@@ -14,6 +14,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.cases import Case, Problem, make_problem
 from tests.support.grids import GPU_CASES, INTERPRETER_CASES, config_id, every_config, params
 from tests.support.ops import KERNELS, RING, Verify
+from tests.support.poisoned_shared import poison_shared_memory
 from tests.test_lanes_bits import STATE, assert_same_buffers
 
 LONG = (
@@ -179,3 +180,16 @@ def test_every_configuration_that_can_be_named(case: Case, config: LaunchConfig,
     problem = make_problem(case, device)
     outcome = problem.run(op, form="chunked", config=config, indices_ready=config.prefetch)
     assert_same_buffers(outcome, problem.run(verify_unfused, form="chunked", config=PORTABLE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("config", [LaunchConfig(32, 4, rows_per_thread=2), *IN_BLOCKS[1:4:2]], ids=config_id)
+@pytest.mark.parametrize("T", [1, 3, 5, 6, 7, 8])
+def test_what_shared_memory_held_before_shows_in_no_bit(T: int, config: LaunchConfig, op: Verify, device: str) -> None:
+    """In blocks of tokens, pairs after a token's block are never written."""
+    problem = make_problem(Case(B=40, T=T, H=2, HV=4, K=128), device)
+    expected = problem.run(verify_unfused, form="chunked", config=PORTABLE)
+    problem.run(op, form="chunked", config=config)  # compiled, so that nothing runs between
+    poison_shared_memory(device)
+    assert_same_buffers(problem.run(op, form="chunked", config=config), expected)

@@ -25,7 +25,9 @@ MAX_CHUNKED_TOKENS = 16
 """Most draft tokens of the chunked form, whose work within a chunk grows with T squared."""
 
 BLOCK_TOKENS = 4
-"""Tokens of a block of the chunked form's pairs, where those are taken in blocks (`LaunchConfig.token_blocks`)."""
+"""Tokens of a block of the chunked form's pairs, where those are taken in blocks (`LaunchConfig.token_blocks`).
+
+No part of Triton's cache key: empty its cache after a change."""
 
 MAX_GLUON_CHUNKED_TOKENS = 8
 """Most of them that the Gluon kernel takes: it keeps every key as each later token sees it in shared memory."""
@@ -122,9 +124,9 @@ class LaunchConfig:
             Shortens the way of a lone program, at the price of one more barrier.
         prefetch: Gluon verify only, and only where ``indices_ready`` is declared: ask for the state to be brought into
             L2 before the wait of programmatic dependent launch.
-        token_blocks: Gluon verify, chunked form only: take the pairs of tokens in blocks of `BLOCK_TOKENS` tokens, and
-            load the state after them unless ``state_first`` (or a pending fold) asks for it before. Fewer registers and
-            less shared memory, so more programs on an SM, at the price of more barriers.
+        token_blocks: Gluon verify, chunked form only: take the pairs of tokens in blocks of `BLOCK_TOKENS` tokens and,
+            on sm90 and later, load the state after them unless ``state_first`` (or a pending fold) asks for it before.
+            Fewer registers and less shared memory, so more programs on an SM, at the price of more barriers.
     """
 
     block_v: int = 16

@@ -6,7 +6,7 @@ What the layouts buy (Triton picks its own and cannot be told):
   adds and three shuffles, where 32 lanes along K need five, and an SM issues one warp shuffle per clock.
 * q and k of all T tokens are one [2T, K] tile, one warp per row: conv, SiLU and norm need no barrier. What a step needs
   (k, q, decay, v, beta) goes through shared memory once.
-* Everything is loaded before anything is stored: inputs, then the state tile.
+* Everything is loaded before anything is stored, but for the state with STATE_LAST: inputs, then the state tile.
 
 What was tried and did not pay (skewed tiles, staged columns, several tiles per program, a staggered first wave) is in
 docs/measured-facts.md.

@@ -82,8 +82,10 @@ def launch_configs(shape: KdaShape, nvidia: bool = False) -> list[LaunchConfig]:
 
 
 def config_name(config: LaunchConfig | None) -> str:
-    """bv64.w4.r4.m128.e: tile, warps, rows per thread, register cap, state first; p: prefetch; t: token
-    blocks. None: "default"."""
+    """bv64.w4.r4.m128.e: tile, warps, rows per thread, register cap, state first. None: "default".
+
+    p: prefetch; t: token blocks.
+    """
     if config is None:
         return "default"
     parts = [f"bv{config.block_v}", f"w{config.num_warps}"]

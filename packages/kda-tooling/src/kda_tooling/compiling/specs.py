@@ -8,7 +8,7 @@ enough that checking all of it takes about two minutes on two cores.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kda_kernels import LaunchConfig
@@ -171,6 +171,7 @@ _NVIDIA = [
     CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST),
     CompileSpec("verify_fused", "snapshots", config=MANY_HEADS_STATE_FIRST),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS, chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=replace(MANY_HEADS, token_blocks=True), chunked=True),
     CompileSpec("fold", config=FOLD_SHORT),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS, pending=True),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, compact=True),

@@ -19,7 +19,7 @@ PORTABLE_TILES = ((8, 1), (16, 1), (32, 1), (16, 4), (32, 4))
 SM_REGISTERS, REGISTER_UNIT = 65_536, 8
 """Registers of an SM, and the multiple of them in which a thread gets its own."""
 
-LEAST_CAP, LEAST_REGISTERS = 0.6, 32
+LEAST_SHARE, LEAST_REGISTERS = 0.6, 32
 """Share of its registers, and count, below which a kernel is not compiled again with fewer: it would spill."""
 
 MOST_SPILLS = 256
@@ -71,14 +71,14 @@ def candidates(shape: KdaShape, draft_tokens: int, form: str, lane: str, nvidia:
 
 
 def capped(config: LaunchConfig, figures: Figures) -> list[LaunchConfig]:
-    """``config`` with fewer registers than it was compiled to, where that lets another program onto an SM."""
+    """``config`` with fewer registers than it was compiled to, where that fits one more program into an SM's."""
     if config.rows_per_thread is None or config.max_registers is not None or figures.spills:
         return []
     threads = 32 * config.num_warps
     own = -(-figures.registers // REGISTER_UNIT) * REGISTER_UNIT
     programs = SM_REGISTERS // (own * threads)
     cap = SM_REGISTERS // ((programs + 1) * threads) // REGISTER_UNIT * REGISTER_UNIT
-    return [replace(config, max_registers=cap)] if cap >= max(LEAST_CAP * figures.registers, LEAST_REGISTERS) else []
+    return [replace(config, max_registers=cap)] if cap >= max(LEAST_SHARE * figures.registers, LEAST_REGISTERS) else []
 
 
 def ruled_out(figures: Figures) -> str | None:
