@@ -27,15 +27,20 @@ from kda_kernels.defaults import (
     FEW_HEADS_INPUTS_FIRST,
     FEW_HEADS_LONG_DRAFT,
     FEW_HEADS_UNFUSED,
+    FIVE_TO_AN_SM,
     LONE_HEADS,
     MANY_HEADS,
+    MANY_HEADS_IN_BLOCKS,
     MANY_HEADS_LONG_DRAFT,
     MANY_HEADS_STATE_FIRST,
     PORTABLE,
     PORTABLE_LONG_CHUNK,
     SOME_HEADS,
     SOME_HEADS_STATE_FIRST,
+    THREE_TO_AN_SM,
     WHOLE_HEAD,
+    WHOLE_HEADS_IN_BLOCKS,
+    WHOLE_HEADS_IN_BLOCKS_STATE_FIRST,
     WHOLE_HEADS_STATE_FIRST,
     default_verify_config,
 )
@@ -47,7 +52,7 @@ from tests.test_lanes_bits import assert_same_buffers
 
 DEFAULTS = [
     LONE_HEADS, FEW_HEADS, FEW_HEADS_LONG_DRAFT, SOME_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS, MANY_HEADS_STATE_FIRST,
-    MANY_HEADS_LONG_DRAFT, FEW_HEADS_INPUTS_FIRST, WHOLE_HEADS_STATE_FIRST,
+    MANY_HEADS_LONG_DRAFT, FEW_HEADS_INPUTS_FIRST, WHOLE_HEADS_STATE_FIRST, FIVE_TO_AN_SM, THREE_TO_AN_SM,
 ]  # fmt: skip
 
 # Token counts that fill no power of two, a ring shorter than the draft, odd pitches, V other than K, one head.
@@ -142,10 +147,13 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
         return [default_verify_config(shape, batch, draft_tokens, device, **kind) for batch in batches]
 
     assert chosen(4, 2, 3, 8) == [LONE_HEADS, *[FEW_HEADS] * 2]
-    assert chosen(4, 9, 16, 17, 256) == [*[SOME_HEADS] * 2, *[MANY_HEADS_STATE_FIRST] * 2]
+    assert chosen(4, 9, 16, 17, 20, 21, 256) == [
+        *[SOME_HEADS] * 2, *[FIVE_TO_AN_SM] * 2, *[MANY_HEADS_STATE_FIRST] * 2
+    ]  # fmt: skip
     assert chosen(3, 1, 24, 25) == chosen(1, 1, 24, 25) == [FEW_HEADS, FEW_HEADS, MANY_HEADS]
     assert chosen(8, 2, 3, 4, 5, 16) == [LONE_HEADS, *[FEW_HEADS_LONG_DRAFT] * 2, *[SOME_HEADS] * 2]
-    assert chosen(8, 17) == chosen(5, 256) == chosen(16, 64) == [MANY_HEADS_LONG_DRAFT]
+    assert chosen(8, 17, 24) == chosen(5, 17, 24) == [THREE_TO_AN_SM] * 2
+    assert chosen(8, 25) == chosen(5, 256) == chosen(16, 17) == [MANY_HEADS_LONG_DRAFT]
     chunked = {"form": "chunked"}
     assert chosen(3, 8, 9, 33, 34, **chunked) == [
         FEW_HEADS, *[WHOLE_HEADS_STATE_FIRST] * 2, MANY_HEADS_STATE_FIRST
@@ -153,8 +161,11 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     assert chosen(4, 1, 2, 8, 9, 33, 34, **chunked) == [
         LONE_HEADS, *[FEW_HEADS_INPUTS_FIRST] * 2, *[MANY_HEADS] * 2, MANY_HEADS_STATE_FIRST
     ]  # fmt: skip
-    assert chosen(8, 2, 3, 16, 17, 33, 34, **chunked) == [
-        LONE_HEADS, *[SOME_HEADS_STATE_FIRST] * 2, *[MANY_HEADS_LONG_DRAFT] * 2, MANY_HEADS
+    assert chosen(8, 2, 3, 8, 9, 256, **chunked) == [
+        LONE_HEADS, *[SOME_HEADS_STATE_FIRST] * 2, *[MANY_HEADS_IN_BLOCKS] * 2
+    ]  # fmt: skip
+    assert chosen(5, 2, 8, 9, 16, 17, **chunked) == [
+        LONE_HEADS, THREE_TO_AN_SM, *[WHOLE_HEADS_IN_BLOCKS_STATE_FIRST] * 2, WHOLE_HEADS_IN_BLOCKS
     ]  # fmt: skip
     assert chosen(9, 1, 64, form="chunked") == [PORTABLE_LONG_CHUNK] * 2
     unfused = {"fused": False}
@@ -163,7 +174,7 @@ def test_the_default_follows_the_number_of_heads_and_the_target(monkeypatch: pyt
     ]  # fmt: skip
     assert chosen(8, 2, 3, 17, **unfused) == [LONE_HEADS, SOME_HEADS_STATE_FIRST, MANY_HEADS_STATE_FIRST]
     assert chosen(4, 2, 4, 5, **chunked, **unfused) == [LONE_HEADS, SOME_HEADS_STATE_FIRST, WHOLE_HEADS_STATE_FIRST]
-    assert chosen(8, 2, 3, 8, 9, **chunked, **unfused) == [LONE_HEADS, *[SOME_HEADS] * 2, MANY_HEADS_STATE_FIRST]
+    assert chosen(8, 2, 3, 16, 17, **chunked, **unfused) == [LONE_HEADS, *[SOME_HEADS] * 2, MANY_HEADS_IN_BLOCKS]
     pending = {"pending": True}
     assert chosen(4, 4, 5, 16, 17, **pending) == [LONE_HEADS, *[SOME_HEADS_STATE_FIRST] * 2, MANY_HEADS]
     assert chosen(8, 2, 3, 4, 16, 17, **pending) == [

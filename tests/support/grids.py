@@ -84,6 +84,7 @@ def config_id(config: LaunchConfig | None) -> str:
     if config is None:
         return "default"
     rows = "" if config.rows_per_thread is None else f"-r{config.rows_per_thread}"
+    rows += "" if config.max_registers is None else f"-m{config.max_registers}"
     flags = ("-first" if config.state_first else "") + ("-prefetch" if config.prefetch else "")
     flags += "-blocks" if config.token_blocks else ""
     return f"bv{config.block_v}-w{config.num_warps}{rows}{flags}"

@@ -8,7 +8,7 @@ enough that checking all of it takes about two minutes on two cores.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kda_kernels import LaunchConfig
@@ -18,15 +18,20 @@ from kda_kernels.defaults import (
     FEW_HEADS_INPUTS_FIRST,
     FEW_HEADS_LONG_DRAFT,
     FEW_HEADS_UNFUSED,
+    FIVE_TO_AN_SM,
     FOLD_LONG,
     FOLD_SHORT,
     LONE_HEADS,
     MANY_HEADS,
+    MANY_HEADS_IN_BLOCKS,
     MANY_HEADS_LONG_DRAFT,
     MANY_HEADS_STATE_FIRST,
     PORTABLE_LONG_CHUNK,
     SOME_HEADS,
     SOME_HEADS_STATE_FIRST,
+    THREE_TO_AN_SM,
+    WHOLE_HEADS_IN_BLOCKS,
+    WHOLE_HEADS_IN_BLOCKS_STATE_FIRST,
     WHOLE_HEADS_STATE_FIRST,
 )
 from kda_tooling.compiling.calls import call
@@ -171,7 +176,7 @@ _NVIDIA = [
     CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST),
     CompileSpec("verify_fused", "snapshots", config=MANY_HEADS_STATE_FIRST),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS, chunked=True),
-    CompileSpec("verify_fused", "ring", draft_tokens=8, config=replace(MANY_HEADS, token_blocks=True), chunked=True),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=MANY_HEADS_IN_BLOCKS, chunked=True),
     CompileSpec("fold", config=FOLD_SHORT),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS, pending=True),
     CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, compact=True),
@@ -221,7 +226,7 @@ _COMPACT = [
             (8, FEW_HEADS_LONG_DRAFT, {}),
             (8, SOME_HEADS, {}),
             (8, MANY_HEADS_LONG_DRAFT, {}),
-            (8, MANY_HEADS, {"chunked": True}),
+            (8, MANY_HEADS_IN_BLOCKS, {"chunked": True}),
             (4, FEW_HEADS, _OTHER),
         )
     ),
@@ -254,14 +259,19 @@ _SM90 = [
     CompileSpec("verify_fused", "ring", config=MANY_HEADS_STATE_FIRST, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=LONE_HEADS, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=8, config=SOME_HEADS_STATE_FIRST, chunked=True),
-    CompileSpec("verify_fused", "ring", draft_tokens=8, config=MANY_HEADS_LONG_DRAFT, chunked=True),
-    CompileSpec("verify_fused", "ring", draft_tokens=8, config=MANY_HEADS, chunked=True),
+    *(
+        CompileSpec("verify_fused", "ring", draft_tokens=tokens, config=config, chunked=True)
+        for tokens in (5, 6, 7)
+        for config in (THREE_TO_AN_SM, WHOLE_HEADS_IN_BLOCKS_STATE_FIRST, WHOLE_HEADS_IN_BLOCKS)
+    ),
+    CompileSpec("verify_fused", "ring", config=FIVE_TO_AN_SM),
+    CompileSpec("verify_fused", "ring", draft_tokens=8, config=THREE_TO_AN_SM),
     CompileSpec("verify_fused", "ring", config=FEW_HEADS_INPUTS_FIRST, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=3, config=WHOLE_HEADS_STATE_FIRST, chunked=True),
     CompileSpec("verify_unfused", "ring", config=SOME_HEADS_STATE_FIRST, chunked=True),
     CompileSpec("verify_unfused", "ring", config=WHOLE_HEADS_STATE_FIRST, chunked=True),
     CompileSpec("verify_unfused", "ring", draft_tokens=8, config=SOME_HEADS, chunked=True),
-    CompileSpec("verify_unfused", "ring", draft_tokens=8, config=MANY_HEADS_STATE_FIRST, chunked=True),
+    CompileSpec("verify_unfused", "ring", draft_tokens=8, config=MANY_HEADS_IN_BLOCKS, chunked=True),
     CompileSpec("verify_fused", "ring", draft_tokens=16, config=PORTABLE_LONG_CHUNK, chunked=True),
     *_verify_specs("ring", draft_tokens=8, config=MANY_HEADS_LONG_DRAFT),
     *_verify_specs("ring", draft_tokens=1, config=FEW_HEADS),
