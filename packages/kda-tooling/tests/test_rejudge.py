@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kda_backend.gate import TableError, load_table, write_table
+from kda_backend.gate import TableError, write_table
 from kda_backend.gate.decisions import forget_decisions
 from kda_backend.gate.folders import PACKAGED, forget
 from kda_kernels import KdaShape
 from kda_tooling.cli import app
 from kda_tooling.commands.regret import to_dict, too_slow
 from kda_tooling.tuning.rejudged import joined, rejudge
-from kda_tooling.tuning.settings import usual_batch_sizes
-from tests.support.tables import H200, H200_MULTIPROCESSORS, a_cell, a_table
+from tests.support.tables import H200, a_cell, a_table
 
 ROOT = Path(__file__).parents[3]
 STORED = sorted((ROOT / "benchmarks" / "measured" / "regret").glob("*.json"))
@@ -107,27 +106,13 @@ def runs_of_tables() -> dict[str, list[Any]]:
 RUNS = runs_of_tables()
 
 
-LACKING = {"H=8,HV=8,K=128,V=128,device_name=NVIDIA_H200,dtype=bfloat16.json": ("fold-on-verify", 12)}
-"""Tables that have an option at few sizes only, and that option with a size between at which it is known to be slow."""
-
-
 @pytest.mark.parametrize("name", RUNS, ids=lambda name: name.split(",K=")[0])
 def test_what_the_packaged_tables_choose_is_fast_in_the_kept_runs(name: str) -> None:
     result = joined([rejudge(run, Path(PACKAGED)) for run in RUNS[name]])
-    option, size = LACKING.get(name, (None, 0))
-    cells = [cell for cell in result.cells if (cell.group.split()[-1], cell.batch) != (option, size)]
-    assert too_slow(dataclasses.replace(result, cells=cells)) == []
+    assert too_slow(result) == []
     assert len(result.cells) >= 7 * len(result.left_out)
     lost = [cell for cell in result.cells if cell.over_peer is not None and cell.over_peer >= 1]
     assert lost == []
-
-
-@pytest.mark.parametrize("name", LACKING, ids=lambda name: name.split(",K=")[0])
-def test_a_table_is_excused_only_while_it_lacks_what_kda_tune_measures(name: str) -> None:
-    table, (option, size) = load_table(Path(PACKAGED) / name), LACKING[name]
-    sizes = {cell.key.batch for cell in table.cells if cell.key.option == option}
-    assert sizes
-    assert size in set(usual_batch_sizes(table.shape, H200_MULTIPROCESSORS)) - sizes
 
 
 def test_every_packaged_table_has_a_kept_run() -> None:
