@@ -170,7 +170,8 @@ def compile(session: nox.Session) -> None:
 def compile_tables(session: nox.Session) -> None:
     """Compile every kernel configuration that the packaged gate tables name, and check it against their budget.
 
-    After `kda tune`: `-- --new --write-budget` adds what is new. Minutes to hours: one to five seconds a configuration.
+    After `kda tune`: `-- --new --write-budget` adds what is new and drops what is gone. Minutes to hours: one to five
+    seconds a configuration.
     """
     posargs = session.posargs or ["--check"]
     report = ("-m", "kda_tooling", "compile-report", "--tables", "packaged", *posargs)

@@ -117,6 +117,10 @@ def test_a_budget_grows_by_what_is_new_and_holds_all(tmp_path: Path) -> None:
     over = run(*common, "--check")
     assert over.exit_code == 1
     assert f"{first}: registers" in " ".join(over.output.split())
+    write_table(a_table(({"batch": 8}, None, WIDE)), tables)
+    assert "no longer compiled" in run(*common, "--check").output
+    assert "0 kernels compiled" in run(*common, "--new", "--write-budget").output
+    assert run(*common, "--check").exit_code == 0, "what the tables no longer name is dropped"
 
 
 def test_where_no_table_is_packaged_no_budget_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

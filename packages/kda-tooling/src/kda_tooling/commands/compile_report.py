@@ -65,7 +65,13 @@ def compile_report(
             metavar="FOLDER", help=f"Compile what the gate tables there name instead; '{PACKAGED}': kda-backend's own."
         ),
     ] = None,
-    new: Annotated[bool, typer.Option("--new", help="Only what the budget has no entry for yet.")] = False,
+    new: Annotated[
+        bool,
+        typer.Option(
+            "--new",
+            help="Only what the budget has no entry for yet; written, it loses entries of what is no longer there.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE ('-': standard output).")
     ] = None,
@@ -130,7 +136,7 @@ def compile_report(
     problems += [f"{k.target} {k.kernel} {k.config}: {rule}" for k in measured for rule in k.broken]
     if write and not problems:
         try:
-            write_budget(budget, measured, triton.__version__, selection, keep=new)
+            write_budget(budget, measured, triton.__version__, selection, keep=source if new else None)
         except BudgetError as error:
             raise refuse("--budget", str(error)) from None
     if check:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kda_tooling.compiling.report import CompiledKernel
-from kda_tooling.compiling.specs import Selection
+from kda_tooling.compiling.specs import Selection, Specs
 
 LIMITS_FROM: dict[str, Callable[[int], int]] = {
     "registers": lambda measured: measured + 8,
@@ -73,17 +73,24 @@ def _check_limits(limits: Any) -> None:
 
 
 def write_budget(
-    path: Path, measured: Iterable[CompiledKernel], triton_version: str, selection: Selection, *, keep: bool = False
+    path: Path,
+    measured: Iterable[CompiledKernel],
+    triton_version: str,
+    selection: Selection,
+    *,
+    keep: Specs | None = None,
 ) -> None:
-    """Write limits for ``measured``; entries that ``selection`` did not ask for stay, with ``keep`` all others.
+    """Write limits for ``measured``; entries that ``selection`` did not ask for stay, and those of kernels of ``keep``.
 
     Raises:
         BudgetError: entries must stay but were written for another Triton version.
     """
-    whole = selection.everything and not keep
+    kept = {(target, label, one.name) for target, of in (keep or {}).items() for one in of for label in one.labels}
+    whole = selection.everything and keep is None
     limits: Limits = {} if whole or not path.exists() else load_budget(path, triton_version)
-    for target, kernel, config in list(_entries(limits)):
-        if not keep and selection.covers(target, kernel, config):
+    for entry in list(_entries(limits)):
+        if selection.covers(*entry) and entry not in kept:
+            target, kernel, config = entry
             del limits[target][kernel][config]
     for one in measured:
         stats = one.stats.to_dict()
