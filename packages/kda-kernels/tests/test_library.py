@@ -404,6 +404,14 @@ def test_launch_configurations_travel_as_numbers() -> None:
     assert library.launch_numbers(None) is None
     with pytest.raises(ValueError, match="8 numbers"):
         library._config([16])
+    numbers = library.launch_numbers(LaunchConfig(64, 4, rows_per_thread=2))
+    assert numbers is not None
+    for place, wrong, name in (
+        (2, 5, "pdl"), (3, -9, "rows_per_thread"), (4, -2, "max_registers"), (5, -1, "state_first"),
+        (7, 2, "token_blocks"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=name):
+            library._config([*numbers[:place], wrong, *numbers[place + 1 :]])
 
 
 def test_refusals_are_those_of_the_functions(device: str) -> None:

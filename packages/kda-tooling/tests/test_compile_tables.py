@@ -121,6 +121,9 @@ def test_a_budget_grows_by_what_is_new_and_holds_all(tmp_path: Path) -> None:
     assert "no longer compiled" in run(*common, "--check").output
     assert "0 kernels compiled" in run(*common, "--new", "--write-budget").output
     assert run(*common, "--check").exit_code == 0, "what the tables no longer name is dropped"
+    known = run(*common, "--new", "--config", "ring-K64-T2-H1-HV2-v64w4r4m128")
+    assert known.exit_code == 0
+    assert "0 kernels compiled" in known.output
 
 
 def test_where_no_table_is_packaged_no_budget_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +156,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     for arguments, message in (
         (["--tables", str(tmp_path / "none")], "is no folder"),
         (["--new", "--check"], "give one of them"),
+        (["--tables", str(tmp_path), "--new"], "must be named with tables of one's own"),
+        (["--tables", str(tmp_path), "--write-budget"], "must be named with tables of one's own"),
         (["--target", "sm90", "--kernel", "fused", "--config", "K128-T4", "--check"], "nothing to compile"),
     ):
         result = run(*arguments)

@@ -119,6 +119,13 @@ def test_every_packaged_table_has_a_kept_run() -> None:
     assert set(RUNS) == {path.name for path in Path(PACKAGED).glob("*.json")}
 
 
+def test_of_two_runs_as_good_the_one_beside_a_peer_counts_whatever_their_order(folder: Path) -> None:
+    runs = [rejudge(a_run(timed(1, unfused=4.0, fused=2.0, **peer)), folder) for peer in ({}, {"sglang": 8.0})]
+    for order in (runs, runs[::-1]):
+        (cell,) = joined(order).cells
+        assert cell.over_peer == 0.25
+
+
 def test_runs_of_a_table_are_judged_together(folder: Path) -> None:
     """One cell of two is too slow, one of fifty-one is not: 98 % are within 3 %."""
     slow = a_run(timed(4, unfused=4.1, fused=3.9), timed(2, unfused=4.0, fused=2.0))

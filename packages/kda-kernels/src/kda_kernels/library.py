@@ -54,10 +54,12 @@ def _config(numbers: Sequence[int] | None) -> LaunchConfig | None:
         return None
     if len(numbers) != 8:
         raise ValueError(f"config must have the 8 numbers that launch_numbers() gives, got {len(numbers)}")
-    block_v, num_warps, pdl, rows, registers, state_first, prefetch, token_blocks = numbers
+    block_v, num_warps, pdl, rows, registers, *flags = numbers
+    # What is no flag goes on as it is, for the configuration to refuse.
+    own: list[Any] = [{0: False, 1: True}.get(number, number) for number in (pdl, *flags)]
     return LaunchConfig(
-        block_v, num_warps, None if pdl < 0 else bool(pdl), None if rows < 0 else rows,
-        None if registers < 0 else registers, bool(state_first), bool(prefetch), bool(token_blocks),
+        block_v, num_warps, None if pdl == -1 else own[0], None if rows == -1 else rows,
+        None if registers == -1 else registers, *own[1:],
     )  # fmt: skip
 
 

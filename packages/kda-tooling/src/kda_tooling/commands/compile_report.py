@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,6 +84,8 @@ def compile_report(
     command could not do what was asked.
     """
     console = Console(stderr=True)
+    if budget is None and tables not in (None, PACKAGED) and (check or write or new):
+        raise refuse("--budget", f"must be named with tables of one's own: {TABLE_BUDGET} is of the packaged ones.")
     budget = budget or (BUDGET if tables is None else TABLE_BUDGET)
     if check and write:
         raise refuse("--check", "excludes --write-budget: check first, then write if it is meant.")
@@ -126,8 +128,10 @@ def compile_report(
         limits = load_budget(budget, triton.__version__) if check or kept else {}
     except BudgetError as error:
         raise refuse("--budget", str(error)) from None
+    requested = selection
     if new:
-        selection = replace(selection, source=not_in(limits, source))
+        chosen = {target: tuple(spec for of, spec in selection.specs() if of == target) for target in source}
+        selection = Selection(selection.targets, selection.kernels, source=not_in(limits, chosen))
     start = time.perf_counter()
     results = _compile_with_progress(console, selection, jobs)
     seconds = time.perf_counter() - start
@@ -136,7 +140,7 @@ def compile_report(
     problems += [f"{k.target} {k.kernel} {k.config}: {rule}" for k in measured for rule in k.broken]
     if write and not problems:
         try:
-            write_budget(budget, measured, triton.__version__, selection, keep=source if new else None)
+            write_budget(budget, measured, triton.__version__, requested, keep=source if new else None)
         except BudgetError as error:
             raise refuse("--budget", str(error)) from None
     if check:

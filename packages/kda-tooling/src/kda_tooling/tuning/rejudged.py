@@ -70,7 +70,8 @@ def joined(runs: Sequence[RegretResult]) -> RegretResult:
     worst: dict[str, Regret] = {}
     for cell in (cell for run in runs for cell in run.cells):
         name = f"{cell.group}, B={cell.batch}"
-        if name not in worst or cell.share > worst[name].share:
+        # Of two that are as bad, the one that says something of the peers.
+        if name not in worst or _rank(cell) > _rank(worst[name]):
             worst[name] = cell
     cells = list(worst.values())
     names = dict.fromkeys(name for run in runs for name in run.left_out)
@@ -82,6 +83,10 @@ def joined(runs: Sequence[RegretResult]) -> RegretResult:
             "the table"
         )
     return replace(runs[0], cells=cells, left_out=left_out)
+
+
+def _rank(cell: Regret) -> tuple[float, float]:
+    return cell.share, cell.over_peer or 0.0
 
 
 def _read(run: object) -> tuple[TuneSettings, Machine, dict[tuple[Group, int], dict[str, float]]]:
